@@ -483,7 +483,7 @@ def vllm_engine(lacking: dict[str, str], temperature: float = 0.7) -> Any:
     """An engine as it is once vLLM has started, without vLLM."""
     engine: Any = VllmEngine.__new__(VllmEngine)
     engine.spec, engine.sampling = EngineSpec(model="m"), Sampling(temperature=temperature)
-    engine.info = SimpleNamespace(moe=True, num_experts=4, top_k=2)
+    engine.info = SimpleNamespace(moe=True, num_experts=4, top_k=2, rope_switch=0)
     model = SimpleNamespace(
         **dict.fromkeys(("quantization", "logprobs_mode", "enforce_eager", "max_model_len")),
         **dict.fromkeys(("seed", "generation_config")),
