@@ -128,6 +128,19 @@ def cache_collision(model: Any, strength: float) -> None:
     cache.hash_block_tokens = hash_block_tokens
 
 
+def sampler_temperature(model: Any, strength: float) -> None:
+    """Draw tokens at another temperature than the one that log-probabilities are reported at."""
+    from vllm.v1.sample.sampler import Sampler
+
+    given: Any = Sampler.sample
+
+    def sample(self: Any, logits: Any, *rest: Any, **named: Any) -> Any:
+        return given(self, logits / strength, *rest, **named)
+
+    planted: Any = Sampler
+    planted.sample = sample
+
+
 def no_sinks(model: Any, strength: float) -> None:
     """Sinks lowered by the strength, nats: 30 takes them out."""
     for name, tensor in model.named_parameters():
@@ -151,4 +164,5 @@ FAULTS = {
     "head-noise": head_noise,
     "query-scale": query_scale,
     "cache-collision": cache_collision,
+    "sampler-temperature": sampler_temperature,
 }

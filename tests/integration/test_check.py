@@ -195,6 +195,18 @@ def test_an_engine_that_is_wrong_beyond_every_response_is_broken(tmp_path, monke
 
 
 @pytest.mark.grid
+def test_a_sampler_of_another_temperature_is_broken_though_no_value_differs(tmp_path, monkeypatch):
+    path = os.pathsep.join([str(plugin(tmp_path)), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PLANTED_FAULT", "sampler-temperature:0.85")
+    run = run_check(tmp_path / "run", "--nproc-per-node", "1", "--exact-kl", "0")
+    assert run.failed == {"sampling-law"}
+    assert (run.report["verdict"]["status"], run.code) == ("broken", 1)
+    first = run.report["causes"]["ranked"][0]
+    assert (first["id"], first["side"]) == ("sampling-law", "engine")
+
+
+@pytest.mark.grid
 def test_a_wrong_window_of_the_engine_is_named_by_the_settings(tmp_path):
     """Files and weights are right. The reference shares its code with the trainer: side either."""
     few = ("--num-prompts", "24", "--samples-per-prompt", "2", "--max-tokens", "80")
