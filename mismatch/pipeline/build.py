@@ -18,7 +18,7 @@ from mismatch.analysis.causes import (
     others_of,
 )
 from mismatch.analysis.comparison import compare, is_sampling_law
-from mismatch.analysis.diagnosis.declared import sharding_checks
+from mismatch.analysis.diagnosis.declared import attention_trial, sharding_checks
 from mismatch.analysis.diagnosis.digests_by_passes import with_passes
 from mismatch.analysis.diagnosis.pass_checks import (
     by_finiteness,
@@ -242,6 +242,7 @@ def checks_of(
         *attempts.make("routes", routing_checks, *sides, otherwise=[]),
         *pass_checks(*sides, artefacts.scorings, attempts),
         *policy_entropy(headline),
+        *attempts.make("attention", attention_trial, artefacts.scorings, otherwise=[]),
         *attempts.make("sharding", sharding_checks, ranks, facts_of_trainer, otherwise=[]),
     ]
 
