@@ -59,6 +59,10 @@ class OutOfMemory(MismatchError):
     """The memory of a GPU or of the host is too small, here or in a worker."""
 
 
+class WrongAnswer(MismatchError):
+    """A pass gave values of other tokens, or none: a fault of the side, and no missing data."""
+
+
 class CorruptCapture(MismatchError):
     """Routed experts that cannot be true: wrong shape, ids out of range, missing rows."""
 

@@ -21,7 +21,7 @@ from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.results import Square, check_id, sides_at_fault
 from mismatch.analysis.square import judged, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, WrongAnswer
 from mismatch.experiments.scoring_passes import float32_engine, plain_of, training_passes
 from mismatch.pipeline.build import build_report
 from mismatch.pipeline.document import headline_of
@@ -29,7 +29,7 @@ from mismatch.processes.stages import LABEL, Room, score_in_float32
 from mismatch.reports.sections.headline import answers
 from mismatch.reports.sections.square import section
 from mismatch.run import store
-from mismatch.run.messages import read_error, write_error
+from mismatch.run.messages import pass_label, read_error, write_error
 from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec
 from mismatch.types import Check, Judgement, NotTested, Pair, Rollout, Sampling, Scoring
 from tests.made_run import make_run
@@ -506,6 +506,18 @@ def test_the_reason_why_the_engine_did_not_start_in_float32_is_in_the_report(
     assert "excess-engine" in {check.id for check in report.checks}
     pairs = [(comparison.rollout, comparison.train) for comparison in report.comparisons]
     assert not any("plain" in name for pair in pairs for name in pair)
+
+
+@pytest.mark.parametrize("label", [LABEL, pass_label("fsdp:fp32")])
+@pytest.mark.parametrize("kind", [MismatchError, WrongAnswer])
+def test_a_pass_that_is_missing_for_what_it_answered_is_a_failed_check(
+    tmp_path: Path, label: str, kind: type[MismatchError]
+) -> None:
+    run = make_run(tmp_path / "run")
+    write_error(run, label, kind("scored 3 other tokens"))
+    report, _ = build_report(run, replace(made_spec(), noise_floor=True))
+    found = [check.status for check in report.checks if check.id == "passes-answered"]
+    assert found == (["failed"] if kind is WrongAnswer else [])
 
 
 # ---------------------------------------------------------------- the engine in float32

@@ -157,8 +157,8 @@ def _tried(
 ) -> ResolvedAttention:
     """Return a kernel that the user named, if its output passes a trial.
 
-    Wrong gradients are recorded, not refused: their effect can be measured. So is a wrong output in
-    float32, where a kernel can fail that passes in bfloat16: refused, it would read as missing data.
+    Wrong gradients are recorded, not refused: their effect can be measured. So are wrong outputs in
+    float32, where a kernel can fail that passed in bfloat16: its pass shows the damage.
     """
     if target is None:
         return ResolvedAttention(name, implementation, True if sinks else None)
