@@ -60,7 +60,7 @@ class OutOfMemory(MismatchError):
 
 
 class WrongAnswer(MismatchError):
-    """A pass gave values of other tokens, or none: a fault of the side, and no missing data."""
+    """A pass answers for other tokens, without numbers, or as its layout has it: a fault shown."""
 
 
 class CorruptCapture(MismatchError):

@@ -99,7 +99,7 @@ class Finding:
 
     Attributes:
         level: up to which it passes.
-        far: of a gap; it is beyond its level for these alone. None: there are none.
+        far: tokens for which a gap is beyond its level, whatever its mean. None: there are none.
     """
 
     side: Side

@@ -44,18 +44,16 @@ def attention_sinks(right: SideFacts) -> Check:
 
 def attention_trial(scorings: Mapping[str, Scoring]) -> list[Check]:
     """Return a check that fails for a kernel that failed its trial in float32; none if none did."""
-    tried = [
-        (error, scoring.fingerprint)
-        for scoring in scorings.values()
-        if (error := scoring.fingerprint.get("attention_error")) is not None
+    prints = [
+        each.fingerprint for each in scorings.values() if "attention_error" in each.fingerprint
     ]
-    if not tried:
+    if not prints:
         return []
-    error, facts = max(tried, key=lambda pair: pair[0])
+    facts = max(prints, key=lambda each: each["attention_error"])
     said = "; ".join(facts.get("attention_candidates") or [])
     detail = f"the trainer's attention in float32, {said}, against float64 on random tokens"
     fix = f"repair it: mismatch kernels --kernel {facts.get('attention')} looks at it closely"
-    status: CheckStatus = "failed" if error > TF32 else "warning"
+    status: CheckStatus = "failed" if facts["attention_error"] > TF32 else "warning"
     return [Check("attention-trial", status, detail, fix)]
 
 
