@@ -59,6 +59,10 @@ class OutOfMemory(MismatchError):
     """The memory of a GPU or of the host is too small, here or in a worker."""
 
 
+class WrongAnswer(MismatchError):
+    """A pass answers for other tokens, without numbers, or as its layout has it: a fault shown."""
+
+
 class CorruptCapture(MismatchError):
     """Routed experts that cannot be true: wrong shape, ids out of range, missing rows."""
 

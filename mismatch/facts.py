@@ -115,6 +115,7 @@ class SideFacts(TypedDict, total=False):
     attention: str
     attention_requested: str | None
     attention_candidates: list[str]  # what trial runs of kernels gave, one line each
+    attention_error: float  # of a kernel that failed its trial in float32, relative
     attention_backend: str | None
     honours_sinks: bool | None  # None: the model has no learned sinks
     moe: bool

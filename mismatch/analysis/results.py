@@ -61,11 +61,45 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
+class FarToken:
+    """A token, by its id and its place; ``nats``: |delta|."""
+
+    token: int
+    sequence: int
+    position: int
+    nats: float
+
+
+@dataclass(frozen=True, slots=True)
+class FarTokens:
+    """Tokens of a gap that are farther apart than rounding and differing experts explain.
+
+    Attributes:
+        bound: nats, see :meth:`Levels.gap_bounds` of the yardstick's largest token.
+        worst: three of ``count`` at most.
+    """
+
+    bound: float
+    count: int
+    worst: tuple[FarToken, ...]
+
+    def __str__(self) -> str:
+        places = "; ".join(
+            f"token {each.token} at position {each.position} of sequence {each.sequence} by "
+            f"{each.nats:.2g}"
+            for each in self.worst
+        )
+        tokens = "1 token is" if self.count == 1 else f"{self.count:,} tokens are"
+        return f"{tokens} more than {self.bound:.2g} nats off: {places}"
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One number of the square against its level.
 
     Attributes:
         level: up to which it passes.
+        far: tokens for which a gap is beyond its level, whatever its mean. None: there are none.
     """
 
     side: Side
@@ -74,6 +108,7 @@ class Finding:
     value: Estimate
     level: float
     standing: Standing
+    far: FarTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.results import (
     Displaced,
     Evidence,
+    FarToken,
+    FarTokens,
     Finding,
     Gap,
     Leg,
@@ -61,12 +63,23 @@ from mismatch.keys import (
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
 from mismatch.specs import CheckSpec
-from mismatch.types import WITHOUT_MLA, Estimate, Floats, NotTested, Scoring, SideFacts
+from mismatch.types import (
+    WITHOUT_MLA,
+    Bools,
+    Estimate,
+    Floats,
+    NotTested,
+    Scoring,
+    SideFacts,
+)
 
 FP8_KV = "-fp8kv"
 FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn", "e4m3")
 LATER_LAYERS = "implementation gap of the engine in later layers"  # what is not tested of it
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of a significand
+# Nats that one token of two implementations in float32 may always differ by. Clean runs of dense
+# models on CPUs reach 1.5e-5 (qwen3, phi); larger models may have 50 times the rounding of float32.
+LEAST_FAR = 1e-3
 SAME_VALUES = frozenset(("as-stored", "bf16"))  # forms of one checkpoint that hold equal values
 
 
@@ -78,6 +91,10 @@ class PlainCost:
     """mean |plain - reference|"""
     floor: float | None
     """The same, scaled by the ratio of the two precisions' roundings."""
+    largest: float | None = None
+    """Of |plain - reference|"""
+    largest_floor: float | None = None
+    """The same, scaled likewise."""
 
     @classmethod
     def of(cls, scorings: Mapping[str, Scoring], reference: Floats) -> PlainCost:
@@ -89,8 +106,10 @@ class PlainCost:
         for dtype in reversed(PRECISION[1:]):
             plain = scorings.get(Key.of(PLAIN, precision=dtype))
             if plain is not None:
-                cost = float(np.abs(plain.logprobs - reference).mean())
-                return cls(cost, cost * 2.0 ** (BITS[dtype] - BITS["fp32"]))
+                sizes = np.abs(plain.logprobs - reference)
+                cost, largest = float(sizes.mean()), float(sizes.max())
+                finer = 2.0 ** (BITS[dtype] - BITS["fp32"])
+                return cls(cost, cost * finer, largest, largest * finer)
         return cls(None, None)
 
 
@@ -171,7 +190,7 @@ class _Corners:
             run.rollout.sequence_of_token[actions], run.rollout.distinct_prompts, seed=spec.seed
         )
         self.missing: list[NotTested] = []
-        self.bounds: dict[str, Bound] = {}  # of each gap's left scoring
+        self.bounds: dict[str, tuple[Bound, FarTokens | None]] = {}  # of each gap's left scoring
         self.device = device_class(run.decode.fingerprint, run.train.fingerprint)
 
     def square(self) -> Square:
@@ -179,7 +198,7 @@ class _Corners:
         legs, gaps = tuple(self.legs()), tuple(self.gaps())
         excess = Bound(levels.excess, levels.excess_failed)
         findings = [judged(leg, excess) for leg in legs]
-        findings += [judged(gap, self.bounds[gap.left]) for gap in gaps]
+        findings += [judged(gap, *self.bounds[gap.left]) for gap in gaps]
         return Square(
             device=self.device,
             calibrated=self.device in LEVELS,
@@ -338,7 +357,7 @@ class _Corners:
                     self.missing.append(NotTested(LATER_LAYERS, why))
                 named = NotTested.of(exact.fingerprint)
                 self.missing += [each for each in named if each.what == WITHOUT_MLA.what]
-                self.bounds[exact.name] = corners.gap_bounds()
+                self.bounds[exact.name] = corners.gap_bounds(), corners.far_tokens(exact)
                 yield corners.gap(exact)
 
     def first_layers(self) -> _Corners | None:
@@ -364,6 +383,42 @@ class _Corners:
     def gap_bounds(self) -> Bound:
         """Return the levels of a gap, nats."""
         return levels_for(self.device).gap_bounds(self.plain.floor, self.plain.nats)
+
+    def far_tokens(self, exact: Scoring) -> FarTokens | None:
+        """Return the tokens of a gap that rounding and differing experts do not explain, if any."""
+        rerouted, rollout = self.rerouted(exact), self.run.rollout
+        if rerouted is None:
+            return None
+        largest = levels_for(self.device).gap_bounds(self.plain.largest_floor, self.plain.largest)
+        bound = max(LEAST_FAR, largest.failed)
+        sizes = np.where(rerouted, 0.0, np.abs(exact.logprobs - self.reference.logprobs))
+        far = np.argsort(-sizes, kind="stable")[: int((sizes > bound).sum())]
+        if not len(far):
+            return None
+        tokens = rollout.actions[far[:3]]
+        sequences = rollout.sequence_of_token[tokens]
+        numbers = (rollout.token_ids[tokens], sequences, tokens - rollout.offsets[sequences])
+        places = zip(*(each.tolist() for each in (*numbers, sizes[far[:3]])), strict=True)
+        return FarTokens(bound, len(far), tuple(FarToken(*place) for place in places))
+
+    def rerouted(self, exact: Scoring) -> Bools | None:
+        """Return which tokens [A] other experts may have moved: theirs, or an earlier token's.
+
+        None where that is not known: float32 alone can then move a token by any size.
+        """
+        facts, rollout = self.reference.fingerprint, self.run.rollout
+        own, other = exact.routing, self.reference.routing
+        if facts.get("moe") is False and "sparse_top_k" not in facts:
+            return np.zeros(rollout.n_actions, bool)
+        if "sparse_top_k" in facts or own is None or other is None:
+            return None
+        if (own.layers, own.top_k) != (other.layers, other.top_k):
+            return None
+        ids = np.sort(own.ids, axis=2), np.sort(other.ids, axis=2)
+        same = own.present & other.present & (ids[0] == ids[1]).all(axis=(1, 2))
+        changed = np.concatenate([[0], np.cumsum(~same)])  # before each token
+        actions = rollout.actions
+        return changed[actions] > changed[rollout.offsets[rollout.sequence_of_token[actions]]]
 
 
 SIDES: tuple[Side, ...] = ("engine", "trainer")
@@ -398,20 +453,23 @@ def same_law(left: Scoring, right: Scoring) -> bool:
     return law(left) == law(right)
 
 
-def judged(measured: Leg | Gap, bound: Bound) -> Finding:
+def judged(measured: Leg | Gap, bound: Bound, far: FarTokens | None = None) -> Finding:
     """Judge one number: beyond where the whole interval fails, within where all of it passes.
 
     Undecided where the value does not pass; wide where the value passes and its interval does not:
     a fault could hide there.
+
+    Args:
+        far: tokens that fail whatever the mean is.
     """
     kind: Evidence = "excess" if isinstance(measured, Leg) else "gap"
     value = measured.excess if isinstance(measured, Leg) else measured.size
     scoring = measured.scoring if isinstance(measured, Leg) else measured.left
     standing: Standing = "wide"
-    if value.low is not None and value.low > bound.failed:
+    if far or (value.low is not None and value.low > bound.failed):
         standing = "beyond"
     elif not value.value <= bound.passed:  # or not a number
         standing = "undecided"
     elif value.high is not None and value.high <= bound.passed:
         standing = "within"
-    return Finding(measured.side, kind, scoring, value, bound.passed, standing)
+    return Finding(measured.side, kind, scoring, value, bound.passed, standing, far)

@@ -105,4 +105,5 @@ def detail(finding: Finding) -> str:
     level = f"level {finding.level:g}"
     if finding.evidence == "excess":
         return f"the error of {finding.scoring} is {shown} times what precision costs ({level})"
-    return f"{finding.scoring} is {shown} nats from the float32 reference ({level})"
+    far = f"; {finding.far}" if finding.far else ""
+    return f"{finding.scoring} is {shown} nats from the float32 reference ({level}){far}"

@@ -18,7 +18,11 @@ from mismatch.analysis.causes import (
     others_of,
 )
 from mismatch.analysis.comparison import compare, is_sampling_law
-from mismatch.analysis.diagnosis.declared import rope_length, sharding_checks
+from mismatch.analysis.diagnosis.declared import (
+    attention_trial,
+    rope_length,
+    sharding_checks,
+)
 from mismatch.analysis.diagnosis.digests_by_passes import with_passes
 from mismatch.analysis.diagnosis.pass_checks import (
     by_finiteness,
@@ -45,6 +49,7 @@ from mismatch.analysis.square_checks import square_checks
 from mismatch.analysis.thresholds import Thresholds
 from mismatch.analysis.two_passes import mark_injected
 from mismatch.attempts import Attempts, internal_error
+from mismatch.errors import WrongAnswer
 from mismatch.experiments.scoring_passes import training_passes, wants_long
 from mismatch.facts import replay_of
 from mismatch.keys import (
@@ -167,6 +172,7 @@ def build_report(
     comparisons, floor = compare_artefacts(run_dir, spec, artefacts, checks, again)
     if comparisons:
         checks += checks_of(spec, artefacts, comparisons[0], attempts)
+    checks += wrong_answers(run_dir, spec, artefacts.scorings)
     column = column_for(artefacts.decode.fingerprint, artefacts.train.fingerprint)
     if comparisons:
         require_applied(comparisons[0], column, thresholds)
@@ -246,6 +252,7 @@ def checks_of(
         *pass_checks(*sides, artefacts.scorings, attempts),
         *policy_entropy(headline),
         *rope_length(artefacts.decode.fingerprint, spec.rollout.engine.max_model_len is not None),
+        *attempts.make("attention", attention_trial, artefacts.scorings, otherwise=[]),
         *attempts.make("sharding", sharding_checks, ranks, facts_of_trainer, otherwise=[]),
     ]
 
@@ -479,6 +486,18 @@ def without_room(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> I
             yield NotTested(name, reason.message, reason.fix)
         elif name not in (*scorings, TRAIN, NEW_REPLAYED, REPLAYED) and not Key(name).tokens:
             yield NotTested(name, "the run holds neither this scoring nor why it is missing")
+
+
+def wrong_answers(run_dir: Path, spec: CheckSpec, scorings: Collection[str]) -> list[Check]:
+    """Return a failed check for each pass that is missing because of what a side answered."""
+    engine = Key(spec.rollout.engine.engine)
+    names = {pass_label(engine.over_long()): engine.over_long(), FLOAT32_ENGINE: FLOAT32_ENGINE}
+    names |= {pass_label(pass_.name): pass_.name for pass_ in training_passes(spec)}
+    return [
+        Check("passes-answered", "failed", f"{name}: {error.message}", error.fix)
+        for label, name in names.items()
+        if name not in scorings and isinstance(error := read_error(run_dir, label), WrongAnswer)
+    ]
 
 
 def _without_routes(spec: CheckSpec, decode: Scoring, train: Scoring) -> Iterator[NotTested]:

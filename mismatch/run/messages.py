@@ -19,14 +19,14 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from mismatch.errors import MismatchError, OutOfMemory
+from mismatch.errors import MismatchError, OutOfMemory, WrongAnswer
 from mismatch.run.files import parse_json, read_regular
 from mismatch.run.provenance import redact
 
 PROGRESS, READY, TIMING, ERROR = "progress ", "ready", "timing ", "error "
 SAMPLED = "sampled"  # timing of an engine that goes on with its prefill: the tokens are saved
 TIMING_LINE = re.compile(TIMING + r"(\S+) (\d+\.\d+)")
-MEMORY = "out-of-memory"  # kind of an error in a file
+KINDS = {"out-of-memory": OutOfMemory, "wrong-answer": WrongAnswer}  # of errors in files
 OUT_OF_MEMORY = (
     "a killed process is often out of memory: "
     "lower --num-prompts, --max-tokens or --micro-batch-tokens"
@@ -82,8 +82,9 @@ def read_error(run_dir: Path | str, label: str) -> MismatchError | None:
 def write_error(run_dir: Path | str, label: str, error: MismatchError) -> None:
     """Leave a worker's error, which the parent will raise."""
     document = {"message": error.message, "fix": remedy(error.message, error.fix)}
-    if isinstance(error, OutOfMemory):
-        document["kind"] = MEMORY
+    for kind, of_it in KINDS.items():
+        if isinstance(error, of_it):
+            document["kind"] = kind
     text = redact(json.dumps(document))
     path = error_path(run_dir, label)
     try:
@@ -162,7 +163,7 @@ def error_in(text: str) -> MismatchError | None:
     """Return the error that :func:`write_error` put there; None if it is cut short, or not one."""
     try:
         fields = parse_json(text.encode())
-        kind = OutOfMemory if fields.get("kind") == MEMORY else MismatchError
+        kind = KINDS.get(str(fields.get("kind")), MismatchError)
         return kind(str(fields["message"]), str(fields["fix"]))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

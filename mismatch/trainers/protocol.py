@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, WrongAnswer
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 Precision = Literal["own", "fp32"]
@@ -107,7 +107,7 @@ def require_logprobs(values: Any, who: str) -> None:
     """
     largest = np.nanmax(values, initial=0.0)
     if largest > 1e-3:
-        raise MismatchError(
+        raise WrongAnswer(
             f"{who} returned {largest:.3g} as a log-probability",
             "return natural logarithms of probabilities, which are at most 0",
         )

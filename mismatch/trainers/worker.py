@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from mismatch.errors import MismatchError, did_you_mean, first_line
+from mismatch.errors import MismatchError, WrongAnswer, did_you_mean, first_line
 from mismatch.facts import SideFacts
 from mismatch.run.messages import exit_worker, report_ready, report_timing, say, write_error
 from mismatch.run.provenance import redact
@@ -222,7 +222,7 @@ def save(path: Path, tokens: Tokens, parts: list[Scored], trainer: Trainer, seco
     for number, mask in enumerate(tokens.masks()):
         count, given = int(mask.sum()), len(logprobs.get(number, ()))
         if count != given:
-            raise MismatchError(
+            raise WrongAnswer(
                 f"the trainer returned {given} log-probabilities for sequence {number}, "
                 f"which has {count} action tokens",
                 "score every action token of every sequence once",

@@ -307,6 +307,8 @@ def fingerprint(
         facts["sparse_top_k"] = top_k
     if loaded.attention.tried:  # kernels that were run before one was trusted
         facts["attention_candidates"] = list(loaded.attention.tried)
+    if loaded.attention.error is not None:
+        facts["attention_error"] = min(loaded.attention.error, 1e9)  # JSON has no infinity
     if loaded.dropout:
         names = ", ".join(f"{name} {value:g}" for name, value in sorted(loaded.dropout.items()))
         reason = f"the model has {names}; every pass set it to 0"

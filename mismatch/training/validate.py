@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError
+from mismatch.errors import CorruptCapture, EmptyComparison, MismatchError, WrongAnswer
 from mismatch.facts import ROUTER_NOISE
 from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED
 from mismatch.specs import TrainSpec
@@ -154,7 +154,7 @@ def _probe_scoring(loaded: LoadedModel, spec: TrainSpec, world: World) -> None:
     before, after = (scorer(scorer.hidden, batch)[0, len(first) :].float() for batch in packed)
     leak = float(((before - after).abs().amax(-1) / before.std()).median())
     if not leak <= LEAK_TOLERANCE:
-        raise MismatchError(
+        raise WrongAnswer(
             f"{family}: packed documents see each other (changing one moves the next by "
             f"{leak:.2g} standard deviations)",
             "use --layout padding",
@@ -185,7 +185,7 @@ def _probe_parts(world: World, loaded: LoadedModel, spec: TrainSpec) -> None:
 
     gap = loaded.once((spec.layout, "parts"), typical_gap)
     if not gap <= PART_TOLERANCE:
-        raise MismatchError(
+        raise WrongAnswer(
             f"{config.model_type}: sequences that are split over ranks give other hidden states "
             f"(by {gap:.2g} standard deviations)",
             "leave --sequence-parallel out",

@@ -175,6 +175,23 @@ def test_a_kernel_that_is_wrong_in_bf16_beyond_every_response_is_broken(tmp_path
 
 
 @pytest.mark.grid
+@pytest.mark.parametrize("function", ["attend", "sharpens"])
+def test_a_kernel_that_fails_its_trial_in_float32_is_broken(tmp_path, function):
+    """It scales its scores by 1 % too much, which its trial in bf16 lets pass."""
+    own = ("--engine", "transformers", "--attention", f"tests.unit.user_attention:{function}")
+    run = run_check(tmp_path / "run", "--num-prompts", "8", "--max-tokens", "16", *own)
+    wrong = function == "sharpens"
+    named = {"attention-trial", "implementation-gap-trainer", "long-sequence-trainer"}
+    assert run.failed == (named if wrong else set())
+    assert (run.report["verdict"]["status"] == "broken") == wrong
+    if wrong:
+        (cause, *_) = run.report["causes"]["ranked"]
+        assert (run.code, cause["side"]) == (1, "trainer")
+        off = run.report["fingerprints"]["fsdp:fp32"]["attention_error"]
+        assert off == pytest.approx(0.0142, rel=0.1)
+
+
+@pytest.mark.grid
 def test_an_engine_that_is_wrong_beyond_every_response_is_broken(tmp_path, monkeypatch):
     """Its rotations stand still from position 256 on; no sequence of the run comes so far."""
     path = os.pathsep.join([str(plugin(tmp_path)), os.environ.get("PYTHONPATH", "")])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from mismatch.errors import MismatchError
+from mismatch.run.store import save_scoring
 from mismatch.specs import Pass, TrainSpec
 from mismatch.training.attention import trial
 from mismatch.training.attention.resolve import (
@@ -31,7 +32,9 @@ from mismatch.training.load import load
 from mismatch.training.score import score_pass
 from mismatch.training.source import skeleton
 from mismatch.training.user_kernels import is_user_kernel, load_function, register_attention
+from mismatch.types import Scoring
 from tests.checkpoints import configuration, make, rollout
+from tests.invented_run import facts, likely, report_of, sampled, saved
 from tests.texts import numbers
 
 MINE = "tests.unit.user_attention"
@@ -188,6 +191,38 @@ def test_a_wrong_gradient_is_told_and_not_refused(model: PreTrainedModel) -> Non
     assert numbers(found_in) == [100]
 
 
+@pytest.mark.parametrize(
+    ("function", "off"), [("attend", None), ("sharpens", 0.0142), ("drops_sinks", 1.0)]
+)
+def test_a_wrong_output_in_float32_is_measured_and_not_refused(
+    model: PreTrainedModel, function: str, off: float | None
+) -> None:
+    exact = resolve_for(_name(function), model, CPU, torch.float32)
+    assert exact.error == (None if off is None else pytest.approx(off, rel=0.3))
+    if function != "drops_sinks":  # refused: see above
+        assert resolve_for(_name(function), model, CPU, BF16).error is None
+    with pytest.raises(MismatchError, match="head size"):
+        resolve_for(_name("raises"), model, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("off", [None, 3e-4, 0.0142, 1e9])
+def test_a_kernel_that_is_wrong_in_float32_is_broken_whatever_it_does_to_the_run(
+    tmp_path: Path, off: float | None
+) -> None:
+    tokens = sampled(prompts=16, response=20)
+    values, kernel = likely(tokens), _name("sharpens")
+    run = saved(tmp_path / "run", tokens, values, values, {})
+    tried = {} if off is None else {"attention_error": off, "attention_candidates": [kernel]}
+    exact = Scoring("fsdp:fp32", tokens.token_ids[tokens.actions], values, facts("train", **tried))
+    save_scoring(run, exact, tokens)
+    report = report_of(run)
+    found = [check for check in report.checks if check.id == "attention-trial"]
+    expected = {None: [], 3e-4: ["warning"]}.get(off, ["failed"])  # TF32 is no fault
+    assert [check.status for check in found] == expected
+    assert all(kernel in check.detail for check in found)
+    assert (report.verdict.status == "broken") == (expected == ["failed"])
+
+
 def test_nothing_runs_where_there_is_no_device(model: PreTrainedModel) -> None:
     resolved = resolve_attention(_name("raises"), configuration("gpt_oss"))
     assert (resolved.honours_sinks, resolved.tried) == (True, ())
@@ -215,18 +250,26 @@ def test_a_pass_runs_with_it(tmp_path: Path) -> None:
                 chosen = replace(spec, attention=name, layout=layout)  # type: ignore[arg-type]
                 loaded = load(chosen, world.mesh, world.device)
                 scorings.append(score_pass(world, loaded, tokens, Pass("fsdp", chosen)))
+        off = load(replace(spec, attention=_name("sharpens")), world.mesh, world.device)
+        told = score_pass(world, off, tokens, Pass("fsdp", off.spec))
         with pytest.raises(MismatchError, match="output off by"):
-            load(replace(spec, attention=_name("drops_sinks")), world.mesh, world.device)
+            load(
+                replace(spec, attention=_name("drops_sinks"), dtype="bf16"),
+                world.mesh,
+                world.device,
+            )
     finally:
         dist.destroy_process_group()
+    assert told is not None
+    assert told.fingerprint["attention_error"] == off.attention.error
     first = scorings[0]
     assert first is not None
     for other in scorings[1:]:
         assert other is not None
         assert np.abs(other.logprobs - first.logprobs).max() < 1e-4
-    facts = scorings[2].fingerprint  # type: ignore[union-attr]
-    assert facts["attention"] == _name("attend")
-    assert facts["attention_candidates"] == [f"{_name('attend')}: passed"]
-    assert facts["honours_sinks"]
+    ran = scorings[2].fingerprint  # type: ignore[union-attr]
+    assert ran["attention"] == _name("attend")
+    assert ran["attention_candidates"] == [f"{_name('attend')}: passed"]
+    assert ran["honours_sinks"]
     assert "attention_candidates" not in first.fingerprint
     assert all(mask is not None for mask in user_attention.CALLS)

@@ -22,7 +22,7 @@ from mismatch.analysis.results import Square, check_id, sides_at_fault
 from mismatch.analysis.square import judged, measure, precision_of
 from mismatch.analysis.square_checks import square_checks
 from mismatch.codec import to_json
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, WrongAnswer
 from mismatch.experiments.scoring_passes import float32_engine, plain_of, training_passes
 from mismatch.keys import Key
 from mismatch.pipeline.build import build_report
@@ -31,7 +31,7 @@ from mismatch.processes.stages import LABEL, Room, score_in_float32
 from mismatch.reports.sections.headline import answers
 from mismatch.reports.sections.square import section
 from mismatch.run import store
-from mismatch.run.messages import read_error, write_error
+from mismatch.run.messages import pass_label, read_error, write_error
 from mismatch.specs import CheckSpec, EngineSpec, Pass, RolloutSpec, TrainSpec
 from mismatch.types import (
     WITHOUT_MLA,
@@ -40,9 +40,11 @@ from mismatch.types import (
     NotTested,
     Pair,
     Rollout,
+    Routing,
     Sampling,
     Scoring,
 )
+from tests.checkpoints import make
 from tests.made_run import make_run
 from tests.made_run import spec as made_spec
 from tests.reports_fixture import make_report
@@ -600,6 +602,146 @@ def test_the_reason_why_the_engine_did_not_start_in_float32_is_in_the_report(
     assert "excess-engine" in {check.id for check in report.checks}
     pairs = [(comparison.rollout, comparison.train) for comparison in report.comparisons]
     assert not any("plain" in name for pair in pairs for name in pair)
+
+
+@pytest.mark.parametrize("label", [LABEL, pass_label("fsdp:fp32")])
+@pytest.mark.parametrize("kind", [MismatchError, WrongAnswer])
+def test_a_pass_that_is_missing_for_what_it_answered_is_a_failed_check(
+    tmp_path: Path, label: str, kind: type[MismatchError]
+) -> None:
+    run = make_run(tmp_path / "run")
+    write_error(run, label, kind("scored 3 other tokens"))
+    report, _ = build_report(run, replace(made_spec(), noise_floor=True))
+    found = [check.status for check in report.checks if check.id == "passes-answered"]
+    assert found == (["failed"] if kind is WrongAnswer else [])
+
+
+# ---------------------------------------------------------------- single tokens in float32
+
+
+DENSE, MOE = {"reference:fp32": {"moe": False}}, {"reference:fp32": {"moe": True}}
+IN_FLOAT32 = {"vllm:fp32": "gap-engine", "fsdp:fp32": "gap-trainer"}
+
+
+def shifted(run: RunArtefacts, names: tuple[str, ...], nats: float, *tokens: int) -> RunArtefacts:
+    """Change single action tokens of scorings, in place."""
+    for name in names:
+        run.usable[name].logprobs[list(tokens)] += nats
+    return run
+
+
+@pytest.mark.parametrize("names", [("vllm:decode", "vllm:fp32"), ("fsdp", "fsdp:fp32")])
+@pytest.mark.parametrize("nats", [0.1, -0.1, 2e-3])
+def test_one_token_of_a_dense_model_that_float32_moves_fails(
+    names: tuple[str, ...], nats: float
+) -> None:
+    run = run_of(facts=DENSE)
+    token = run.rollout.actions[1234]
+    run = shifted(run, names, nats, 1234)
+    run.rollout.token_ids[token] = 77
+    measured = square(run)
+    found = standings(measured)
+    gap = IN_FLOAT32[names[1]]
+    assert (found.pop(gap), found.pop({*IN_FLOAT32.values()}.difference({gap}).pop())) == (
+        "beyond",
+        "within",
+    )
+    (far,) = [finding.far for finding in measured.findings if finding.far]
+    (worst,) = far.worst
+    place = divmod(int(token), RESPONSE + 1)
+    assert (worst.token, worst.sequence, worst.position) == (77, *place)
+    assert worst.nats == pytest.approx(abs(nats), rel=0.02)
+    side = "trainer" if names[0] == "fsdp" else "either"
+    assert sides_at_fault(measured) == [side]
+    (failed,) = [check for check in square_checks(measured) if check.status == "failed"]
+    assert numbers(failed.detail)[-4:-1] == [77, place[1], place[0]]
+
+
+@pytest.mark.parametrize("size", [None, {"plain:bf16": 300.0}])
+def test_of_many_tokens_the_three_farthest_are_named(size: dict[str, float] | None) -> None:
+    """A model whose precision costs much is given 50 times what float32 costs it."""
+    run = run_of(size, facts=DENSE)
+    for number in range(5):
+        shifted(run, ("fsdp:fp32",), 0.002 * (1 + number), 1000 * number)
+    run.usable["fsdp:fp32"].logprobs[4500] += 1.0
+    far = {finding.scoring: finding.far for finding in square(run).findings}["fsdp:fp32"]
+    assert far is not None
+    assert far.count == (6 if size is None else 1)
+    assert far.bound == (1e-3 if size is None else pytest.approx(0.015, rel=0.9))
+    assert [each.nats for each in far.worst] == sorted((t.nats for t in far.worst), reverse=True)
+    assert len(far.worst) == min(3, far.count)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_float32_noise_with_heavy_tails_fails_no_token(seed: int) -> None:
+    run, rng = run_of(facts=DENSE), np.random.default_rng(seed)
+    for name in ("vllm:fp32", "fsdp:fp32", "reference:fp32"):
+        values = run.usable[name].logprobs
+        values += 2e-7 * rng.standard_t(2.5, len(values)) * np.exp(rng.normal(0, 1.5, len(values)))
+    assert not [finding for finding in square(run).findings if finding.far]
+
+
+def routes(run: RunArtefacts, *changed: int) -> Routing:
+    """Return two layers' experts; other ones in some tokens."""
+    n = len(run.rollout.token_ids)
+    ids = np.tile(np.array([[0, 1], [2, 3]]), (n, 1, 1))
+    ids[list(changed), 1] = (4, 5)
+    return Routing((0, 1), 8, ids, np.ones(n, bool))
+
+
+@pytest.mark.parametrize(
+    ("before", "known", "found"),
+    [(None, True, True), (0, True, False), (3, True, False), (-1, True, True), (41, True, True),
+     (None, False, False)],
+)  # fmt: skip
+def test_a_token_of_a_moe_fails_only_where_no_route_explains_it(
+    before: int | None, known: bool, found: bool
+) -> None:
+    """Its own route, or an earlier one of its sequence, may have moved it; a later one may not."""
+    run = shifted(run_of(facts=MOE), ("fsdp:fp32",), 0.1, 1234)
+    row = int(run.rollout.actions[1234]) - 1  # that predicts it
+    changed = () if before is None else (row - before,)
+    if known:
+        for name, given in (("fsdp:fp32", changed), ("reference:fp32", ())):
+            run.usable[name] = replace(run.usable[name], routing=routes(run, *given))
+    assert [finding.scoring for finding in square(run).findings if finding.far] == (
+        ["fsdp:fp32"] if found else []
+    )
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 4])
+def test_a_wrong_row_of_the_embedding_is_found_in_few_prompts(tmp_path: Path, prompts: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    rare, n, length = 7, 2 * PROMPTS, RESPONSE + 1
+    ids = torch.from_numpy(np.random.default_rng(0).integers(8, 300, (n, length)))
+    ids[: 2 * prompts : 2, 20] = rare
+
+    def scored(dtype: torch.dtype, factor: float, batch: int) -> np.ndarray:
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+        with torch.no_grad():
+            model.model.embed_tokens.weight[rare] *= factor
+            logits = torch.cat([model(input_ids=part).logits for part in ids.split(batch)])
+        logprobs = logits[:, :-1].double().log_softmax(-1).gather(2, ids[:, 1:, None])
+        return np.asarray(logprobs.flatten())
+
+    checkpoint = make("llama", tmp_path / "model")
+    run = run_of(facts=DENSE)
+    exact = scored(torch.float32, 1.0, 128)
+    of_bf16 = scored(torch.bfloat16, 1.0, 128)
+    given = dict.fromkeys(run.usable, of_bf16) | {
+        "reference:fp32": exact,
+        "vllm:fp32": scored(torch.float32, 1.0, 16),
+        "fsdp:fp32": scored(torch.float32, 1.3, 16),
+        "fsdp": scored(torch.bfloat16, 1.3, 16),
+    }
+    for name, values in given.items():
+        run.usable[name].logprobs[:] = values
+    run.rollout.token_ids[:] = ids.flatten()
+    found = {finding.scoring: finding.far for finding in square(run).findings if finding.far}
+    assert list(found) == ["fsdp:fp32"]
+    assert {each.sequence for each in found["fsdp:fp32"].worst} <= set(range(0, 2 * prompts, 2))
 
 
 # ---------------------------------------------------------------- the engine in float32

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from mismatch.facts import Json
-from mismatch.types import Check, Rollout, Scoring, SideFacts
+from mismatch.types import Check, CheckStatus, Rollout, Scoring, SideFacts
 
+TF32 = 2.0**-10  # a product of inputs that are rounded to TF32 is off by less; wrong code by more
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -37,6 +40,21 @@ def attention_sinks(right: SideFacts) -> Check:
     detail = f"the trainer's attention kernel ignores the learned sinks: {kernel}"
     fix = "train with a kernel that honours sinks; here: --attention auto"
     return failed("attention-sinks", detail, fix)
+
+
+def attention_trial(scorings: Mapping[str, Scoring]) -> list[Check]:
+    """Return a check that fails for a kernel that failed its trial in float32; none if none did."""
+    prints = [
+        each.fingerprint for each in scorings.values() if "attention_error" in each.fingerprint
+    ]
+    if not prints:
+        return []
+    facts = max(prints, key=lambda each: each["attention_error"])
+    said = "; ".join(facts.get("attention_candidates") or [])
+    detail = f"the trainer's attention in float32, {said}, against float64 on random tokens"
+    fix = f"repair it: mismatch kernels --kernel {facts.get('attention')} looks at it closely"
+    status: CheckStatus = "failed" if facts["attention_error"] > TF32 else "warning"
+    return [Check("attention-trial", status, detail, fix)]
 
 
 def sampling_parameters(rollout: Rollout, left: Scoring) -> Check:

@@ -41,7 +41,7 @@ from mismatch.engines.base import (
 )
 from mismatch.engines.model_info import ModelInfo
 from mismatch.engines.sglang.private import hook, server_arguments
-from mismatch.errors import CorruptCapture, MismatchError
+from mismatch.errors import CorruptCapture, MismatchError, WrongAnswer
 from mismatch.specs import TORCH_NAMES, EngineSpec
 from mismatch.types import Floats, Sampling
 
@@ -297,7 +297,7 @@ def parse_prefill(answer: Mapping[str, Any], ids: Sequence[int], start: int, whe
     ]
     if len(given) != len(asked) or names != list(asked):
         fault = f"SGLang scored {len(given)} other tokens than the {len(asked)} asked for ({where})"
-        raise MismatchError(fault, LOG_FIX)
+        raise WrongAnswer(fault, LOG_FIX)
     return _values(given, where)
 
 
@@ -344,5 +344,5 @@ def _facts(answer: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 def _values(entries: Sequence[Sequence[Any]], where: str) -> Floats:
     values = [entry[0] for entry in entries]
     if any(value is None for value in values):  # JSON has no other word for nan
-        raise MismatchError(f"SGLang gave a token no logprob ({where})", LOG_FIX)
+        raise WrongAnswer(f"SGLang gave a token no logprob ({where})", LOG_FIX)
     return np.asarray([float(value) for value in values], np.float64)

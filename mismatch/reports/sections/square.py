@@ -100,7 +100,8 @@ def _off(result: Square, finding: Finding) -> str:
     gap = next(gap for gap in result.gaps if gap.left == finding.scoring)
     times_floor = count(round(value.value / gap.floor)) if gap.floor else ""
     over = f", {times_floor} times the rounding that is expected" if times_floor else ""
-    apart = f"{number(value.value)} nats apart in float32{over}"
+    far = f"; {finding.far}" if finding.far else ""
+    apart = f"{number(value.value)} nats apart in float32{over}{far}"
     if finding.side == "either":
         who = "the engine's implementation or the trainer's model code is off"
         return f"{name} and the float32 reference compute different functions: {who}; {apart}."

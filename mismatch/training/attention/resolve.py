@@ -41,12 +41,14 @@ class ResolvedAttention:
         implementation: the name in transformers' registry.
         honours_sinks: None where the model has no sinks.
         tried: the outcome of each trial run, one line each.
+        error: of the output of a kernel that failed its trial in float32, relative; None: none did.
     """
 
     requested: str
     implementation: str
     honours_sinks: bool | None
     tried: tuple[str, ...] = ()
+    error: float | None = None
 
     @property
     def label(self) -> str:
@@ -155,22 +157,24 @@ def _tried(
 ) -> ResolvedAttention:
     """Return a kernel that the user named, if its output passes a trial.
 
-    Wrong gradients are recorded, not refused: their effect can be measured.
+    Wrong gradients are recorded, not refused: their effect can be measured. So are wrong outputs in
+    float32, where a kernel can fail that passed in bfloat16: its pass shows the damage.
     """
     if target is None:
         return ResolvedAttention(name, implementation, True if sinks else None)
     from mismatch.training.attention.trial import geometry_of, try_kernel
 
     trial = try_kernel(implementation, geometry_of(model, sinks), *target)
-    if trial.fault:
+    error = trial.forward if trial.fault and target[1].itemsize >= 4 else None
+    if trial.fault and error is None:
         without = " (the model has attention sinks: are they used?)" if sinks else ""
         raise MismatchError(
             f"--attention {name}: {trial.fault}, against float64 on random tokens{without}",
             f"repair the kernel, or use --attention {'eager' if name == 'sink-sdpa' else 'auto'}; "
             "`mismatch kernels` looks at it closely",
         )
-    tried = f"{name}: {trial.backward_fault or 'passed'}"
-    return ResolvedAttention(name, implementation, True if sinks else None, (tried,))
+    tried = f"{name}: {trial.fault or trial.backward_fault or 'passed'}"
+    return ResolvedAttention(name, implementation, True if sinks else None, (tried,), error)
 
 
 def has_sinks(model: PreTrainedModel) -> bool:
