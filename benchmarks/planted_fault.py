@@ -54,6 +54,21 @@ def epsilon(model: Any, strength: float) -> None:
         module.variance_epsilon *= strength
 
 
+def narrow_norms(model: Any, strength: float) -> None:
+    """Norms whose variance and product are in the dtype of what enters; the strength is unused."""
+    import torch
+
+    def forward(self: Any, x: Any, residual: Any = None) -> Any:
+        if residual is not None:
+            x = residual = x + residual
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        out = x * scale * self.weight
+        return out if residual is None else (out, residual)
+
+    for module in _modules(model, "RMSNorm"):
+        module.forward = forward.__get__(module)
+
+
 def rope(model: Any, strength: float) -> None:
     """Rotations of positions that are stretched by the strength."""
     import torch
@@ -157,6 +172,7 @@ FAULTS = {
     "swapped-experts": swapped_experts,
     "epsilon": epsilon,
     "rope": rope,
+    "narrow-norms": narrow_norms,
     "rope-beyond": rope_beyond,
     "no-sinks": no_sinks,
     "yarn-factor": yarn_factor,

@@ -308,7 +308,8 @@ class _Corners:
     def correlation(self, legs: tuple[Leg, ...]) -> Estimate | None:
         """Of the two sides' roundings, from the first leg of each; None without both."""
         firsts = [next((leg for leg in legs if leg.side == side), None) for side in SIDES]
-        if None in firsts:
+        apart = self.run.decode.fingerprint.get("adapter", {}).get("as") == "own"
+        if None in firsts or apart:  # an adapter that is not merged rounds elsewhere
             return None
         left, right = (
             self.usable[leg.scoring].logprobs - self.usable[leg.exact].logprobs

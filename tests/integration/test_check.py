@@ -224,6 +224,19 @@ def test_a_sampler_of_another_temperature_is_broken_though_no_value_differs(tmp_
 
 
 @pytest.mark.grid
+def test_norms_without_their_upcast_are_seen_though_they_cost_no_more(tmp_path, monkeypatch):
+    """It does not exist in float32, and rounds no more than a plain forward."""
+    path = os.pathsep.join([str(plugin(tmp_path)), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PLANTED_FAULT", "narrow-norms:1")
+    few = ("--num-prompts", "24", "--context-length", "0", "--exact-kl", "0")
+    run = run_check(tmp_path / "run", *few, "--nproc-per-node", "1")
+    assert not run.failed & {"implementation-gap", "implementation-gap-trainer"}
+    assert run.checks["rounding-alike"] == "warning"
+    assert run.report["verdict"]["status"] != "healthy"
+
+
+@pytest.mark.grid
 def test_a_wrong_window_of_the_engine_is_named_by_the_settings(tmp_path):
     """Files and weights are right. The reference shares its code with the trainer: side either."""
     few = ("--num-prompts", "24", "--samples-per-prompt", "2", "--max-tokens", "80")

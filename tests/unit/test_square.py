@@ -137,6 +137,33 @@ def test_rounding_alone_is_within_on_both_sides() -> None:
     assert measured.seconds == {"reference:fp32": 2.5, "plain:bf16": 1.5}
 
 
+def with_own_rounding(run: RunArtefacts) -> RunArtefacts:
+    """The trainer rounds as much as before, and elsewhere than engine and plain forward."""
+    right = run.usable["fsdp"].logprobs - run.usable["fsdp:fp32"].logprobs
+    moved = np.random.default_rng(9).permutation(right)
+    train = replace(run.train, logprobs=run.usable["fsdp:fp32"].logprobs + moved)
+    return replace(run, train=train, usable={**run.usable, "fsdp": train})
+
+
+@pytest.mark.parametrize(
+    ("run", "status"),
+    [
+        (run_of(), "passed"),
+        (with_own_rounding(run_of()), "warning"),
+        (with_own_rounding(run_of(facts={"fsdp": {"device": "NVIDIA H100"}})), None),
+        (with_own_rounding(run_of(facts={"vllm:decode": {"adapter": {"as": "own"}}})), None),
+        (with_own_rounding(run_of({"fsdp:fp32": 1e4})), None),  # another function: no rounding
+    ],
+)
+def test_sides_that_round_as_much_and_not_alike_are_a_warning(
+    run: RunArtefacts, status: str | None
+) -> None:
+    measured = square(run)
+    found = {check.id: check.status for check in square_checks(measured)}
+    assert found.get("rounding-alike") == status
+    assert found["excess-trainer"] == "passed" or status is None
+
+
 def test_what_the_engine_in_float32_did_not_run_is_not_tested() -> None:
     facts: dict[str, Any] = {"vllm:fp32": {"not_tested": [to_json(WITHOUT_MLA)]}}
     measured = square(run_of(facts=facts))
