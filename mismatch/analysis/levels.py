@@ -43,6 +43,7 @@ SEVERITY: dict[str, int] = {
 }
 INCOMPLETE = "incomplete-report"  # the check that names parts of a report that raised
 ENTROPY = "policy-entropy"  # a check that leaves fitness open, and says nothing of correctness
+LEAST_ENTROPY = 0.05  # nats per token; our judgement: 99 % of the mass on one token has 0.06
 MORE_PROMPTS = "measure more: --num-prompts"  # the fix of a check of the square
 MORE = "measure more: --num-prompts, --max-tokens"
 AS_LOADED = "weights-as-loaded"

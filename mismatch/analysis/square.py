@@ -354,7 +354,7 @@ class _Corners:
             else:
                 if corners is not self:
                     checked = "{} of {} layers".format(*exact.fingerprint["layers"])
-                    why = f"function checked on {checked}: the memory holds no more in float32"
+                    why = f"function checked on {checked}: there is no room for more in float32"
                     self.missing.append(NotTested(LATER_LAYERS, why))
                 named = NotTested.of(exact.fingerprint)
                 self.missing += [each for each in named if each.what == WITHOUT_MLA.what]
@@ -367,8 +367,8 @@ class _Corners:
             Key.of(Key(name).side, "", Key(name).precision): scoring
             for name, scoring in self.run.first.items()
         }
-        same = len({str(each.fingerprint.get("layers")) for each in own.values()}) == 1
-        if not same or not {self.float32_name, REFERENCE} <= own.keys():
+        held = {str(each.fingerprint.get("layers")) for each in own.values()}
+        if len(held) != 1 or "None" in held or not {self.float32_name, REFERENCE} <= own.keys():
             return None
         corners = _Corners(replace(self.run, usable=own), self.spec)
         return None if corners.plain.nats is None else corners

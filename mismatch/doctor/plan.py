@@ -228,7 +228,7 @@ def cheaper(spec: CheckSpec, memory: Memory, machine: Machine | None = None) -> 
         for name, value in (("max_num_batched_tokens", 4096), ("max_num_seqs", 64)):
             steps[f"--engine-arg {name}={value}"] = partial(with_argument, name=name, value=value)
     tries = [each for count in range(len(steps)) for each in combinations(steps, count + 1)]
-    least = lacks(memory)
+    least = lacks(memory) if "disk" not in [fit.side for fit in memory.refused()] else 0
     for names in tries if least else ():
         left = lacks(memory_of(reduce(lambda made, name: steps[name](made), names, spec), machine))
         if left < least:
@@ -295,7 +295,8 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
                 certain = [each.side for each in (*sides, fit) if each.certain]
                 if side in certain and REFERENCE not in certain:
                     lone = on_engine(exact, tensor_parallel_size=engine.tensor_parallel_size)
-                    lacking = f"{gib(fit.needed)} needed for all, {gib(fit.capacity)} there"
+                    where = f" in {cache()} (MISMATCH_CACHE)" if fit in disk else ""
+                    lacking = f"{gib(fit.needed)} needed for all, {gib(fit.capacity)} there{where}"
                     layers, fit = first_layers_fit(lone, served, work, machine, fit)
                 if layers:
                     size = engine.tensor_parallel_size

@@ -50,7 +50,7 @@ from mismatch.analysis.thresholds import Thresholds
 from mismatch.analysis.two_passes import mark_injected
 from mismatch.attempts import Attempts, internal_error
 from mismatch.errors import WrongAnswer
-from mismatch.experiments.scoring_passes import training_passes, wants_long
+from mismatch.experiments.scoring_passes import first_passes, training_passes, wants_long
 from mismatch.facts import replay_of
 from mismatch.keys import (
     ALONE,
@@ -309,6 +309,10 @@ def run_artefacts(
         refused.setdefault(Key.of(spec.rollout.engine.engine, precision=FLOAT32), error.message)
     if (error := read_error(run_dir, pass_label(TRAINER_FLOAT32))) is not None:
         refused.setdefault(TRAINER_FLOAT32, error.message)
+    for pass_ in first_passes(spec, 1):
+        if (error := read_error(run_dir, pass_label(pass_.name))) is not None:
+            name = Key.of(spec.rollout.engine.engine, precision=FLOAT32)
+            refused.setdefault(name, f"of the first layers: {error.message}")
     first = by_finiteness(held.first)[0]
     return RunArtefacts(held.rollout, held.decode, held.train, headline, usable, refused, first)
 

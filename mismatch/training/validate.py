@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -154,7 +155,8 @@ def _probe_scoring(loaded: LoadedModel, spec: TrainSpec, world: World) -> None:
     before, after = (scorer(scorer.hidden, batch)[0, len(first) :].float() for batch in packed)
     leak = float(((before - after).abs().amax(-1) / before.std()).median())
     if not leak <= LEAK_TOLERANCE:
-        raise WrongAnswer(
+        wrong = WrongAnswer if math.isfinite(leak) else MismatchError
+        raise wrong(
             f"{family}: packed documents see each other (changing one moves the next by "
             f"{leak:.2g} standard deviations)",
             "use --layout padding",
@@ -185,7 +187,8 @@ def _probe_parts(world: World, loaded: LoadedModel, spec: TrainSpec) -> None:
 
     gap = loaded.once((spec.layout, "parts"), typical_gap)
     if not gap <= PART_TOLERANCE:
-        raise WrongAnswer(
+        wrong = WrongAnswer if math.isfinite(gap) else MismatchError
+        raise wrong(
             f"{config.model_type}: sequences that are split over ranks give other hidden states "
             f"(by {gap:.2g} standard deviations)",
             "leave --sequence-parallel out",

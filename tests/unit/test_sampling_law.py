@@ -14,33 +14,43 @@ PROMPTS, SAMPLES, PROMPT, RESPONSE, VOCABULARY = 64, 4, 3, 60, 24
 
 
 def pair(
-    seed: int, sharper: float = 1.0, top: int = VOCABULARY, noise: float = 4e-3
+    seed: int,
+    sharper: float = 1.0,
+    top: int = VOCABULARY,
+    noise: float = 4e-3,
+    rare: float | None = None,
+    sizes: tuple[int, int, int] = (PROMPTS, SAMPLES, RESPONSE),
 ) -> tuple[Rollout, Scoring, Scoring]:
     """Return a rollout of a random law and its two scorings, of which both report that law.
 
     Args:
         sharper: factor of the logits that tokens are drawn with.
         top: how many of the likeliest tokens can be drawn.
+        rare: share of all tokens but one, which is as good as certain; None: a law of many.
+        sizes: prompts, samples of each, tokens of a response.
     """
     rng = np.random.default_rng(seed)
-    rows = PROMPTS * SAMPLES
-    logits = rng.normal(0, 2, (rows * RESPONSE, VOCABULARY))
+    prompts, samples, response = sizes
+    rows = prompts * samples
+    logits = rng.normal(0, 2, (rows * response, VOCABULARY))
+    if rare is not None:
+        logits[:, 0] = np.log(np.exp(logits[:, 1:]).sum(1) * (1 - rare) / rare)
     logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     drawn = sharper * logits
     drawn[drawn < np.sort(drawn, axis=1)[:, [-top]]] = -np.inf
     ids = (drawn + rng.gumbel(size=drawn.shape)).argmax(axis=1)
-    length = PROMPT + RESPONSE
+    length = PROMPT + response
     mask = np.tile(np.arange(length) >= PROMPT, rows)
-    tokens = np.repeat(np.arange(rows) // SAMPLES, length)
+    tokens = np.repeat(np.arange(rows) // samples, length)
     tokens[mask] = ids
     rollout = Rollout(
         token_ids=tokens,
         offsets=np.arange(rows + 1) * length,
         action_mask=mask,
         turn=mask.astype(int),
-        prompt_index=np.arange(rows) // SAMPLES,
+        prompt_index=np.arange(rows) // samples,
         finish_reason=("length",) * rows,
-        sampling=Sampling(samples_per_prompt=SAMPLES),
+        sampling=Sampling(samples_per_prompt=samples),
         fingerprint={},
     )
     reported = logprobs[np.arange(len(ids)), ids]
@@ -56,6 +66,17 @@ def check(*sides: object) -> Check:
 
 def test_tokens_of_the_reported_law_pass() -> None:
     assert {check(*pair(seed)).status for seed in range(12)} == {"passed"}
+
+
+@pytest.mark.parametrize("rare", [1e-4, 3e-4, 1e-3, 3e-3, 0.008, 0.02, 0.05])
+@pytest.mark.parametrize("sizes", [(8, 4, 32), (16, 4, 32), (64, 4, 32)])
+def test_a_policy_that_is_nearly_certain_is_no_fault_of_the_sampler(
+    sizes: tuple[int, int, int], rare: float
+) -> None:
+    """Its few surprising tokens may not have been drawn: what was drawn has no variance then."""
+    found = [check(*pair(seed, rare=rare, sizes=sizes)).status for seed in range(12)]
+    assert "failed" not in found
+    assert found.count("inconclusive") <= 1
 
 
 @pytest.mark.parametrize(
@@ -94,6 +115,16 @@ def test_a_declared_law_is_left_to_the_checks_of_what_is_declared(
     rollout, *sides = pair(0, top=8)
     sampling = replace(rollout.sampling, **declared)
     assert check(replace(rollout, sampling=sampling), *sides).status == "not_tested"
+
+
+def test_entropies_of_the_trainer_that_are_off_are_no_fault_of_the_sampler() -> None:
+    rollout, left, right = pair(0)
+    assert right.entropy is not None
+    reference = replace(right, name="reference:fp32")
+    off = replace(right, entropy=right.entropy + 0.3)
+    found = semantics.sampling_law(rollout, left, off, {"reference:fp32": reference})
+    assert found.status == "warning"
+    assert "entropies" in found.fix
 
 
 def test_without_entropies_or_the_weights_that_sampled_nothing_is_said() -> None:

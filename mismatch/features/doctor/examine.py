@@ -251,6 +251,8 @@ def _broken_driver(machine: Machine) -> Iterator[Problem]:
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
         said = done.stdout.strip() or "0"  # no libcuda: torch says what it lacks
+        if done.returncode < 0:
+            said = f"signal {-done.returncode}"
     except subprocess.TimeoutExpired:
         said = f"nothing within {IMPORT_TIMEOUT_S:.0f} s"
     if said.partition(" ")[0] != "0":

@@ -14,6 +14,7 @@ from mismatch.analysis.cause_results import Evidence, Side
 from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, Repair, above, below, correlation
 from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.analysis.diagnosis.twins import APART, twins_of
+from mismatch.analysis.levels import LEAST_ENTROPY
 from mismatch.keys import REFERENCE, TRAINER_FLOAT32
 from mismatch.types import Estimate, Floats, NotTested
 
@@ -31,6 +32,9 @@ CERTAIN = float(np.log(0.99))
 MIN_CERTAIN = 20  # tokens on which a constant shows: no healthy distribution moves them
 BEYOND_CHANCE = 2.5  # 95 % arms: five standard errors, one run in 10^5 by chance
 OF_ROUNDING = 3.0  # times mean |delta|, by which it may move mean log p + entropy
+# Nats that tokens of a certain policy may lack which were too unlikely to be drawn in this run: no
+# variance of what was drawn shows them. Three of e^-12 each.
+UNSEEN = 36.0
 SURPLUS = "mean log p + entropy of the trainer's distribution, nats"
 ALLOWED = "the same over what chance and rounding allow"
 KEPT_MASS, ONE_SIDED = "mean kept mass, as mean exp(delta)", "one-sidedness of delta"
@@ -343,6 +347,9 @@ def sampling_law(case: Case) -> Look | NotTested:
         return NotTested(
             "the distribution that sampled", f"needs {NEEDS}", "score with an entropy per token"
         )
+    if float(entropy[case.kept].mean()) < LEAST_ENTROPY:
+        reason = f"the policy is nearly certain (below {LEAST_ENTROPY:g} nats of entropy)"
+        return NotTested("the distribution that sampled", reason)
     if case.kept.sum() < MIN_TOKENS or case.n_prompts < FEW_PROMPTS:
         reason = f"needs {MIN_TOKENS} tokens of {FEW_PROMPTS} prompts"
         return NotTested("the distribution that sampled", reason)
@@ -352,7 +359,8 @@ def sampling_law(case: Case) -> Look | NotTested:
     def of_allowed(estimate: Estimate) -> float:
         ends = (estimate.low, estimate.high)
         half = max(0.0 if end is None else abs(end - estimate.value) for end in ends)
-        return abs(estimate.value) / max(BEYOND_CHANCE * half, OF_ROUNDING * size, 1e-12)
+        unseen = UNSEEN / float(case.kept.sum())
+        return abs(estimate.value) / max(BEYOND_CHANCE * half, OF_ROUNDING * size, unseen)
 
     evidence: tuple[Evidence, ...] = (
         Evidence(SURPLUS, surplus.value, "0"),
