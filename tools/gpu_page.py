@@ -8,6 +8,7 @@ A proof is what `make test-gpu` leaves. There is one of each card; a newer one r
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -239,9 +240,12 @@ def times_of(step: dict[str, Any]) -> Iterator[Measured]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("proofs", type=Path, nargs="*", help="proof.json, as make test-gpu left it")
+    asked = parser.parse_args()
     try:
-        for given in sys.argv[1:]:
-            print(f"taken in: {take_in(Path(given)).relative_to(ROOT)}")
+        for given in asked.proofs:
+            print(f"taken in: {take_in(given).relative_to(ROOT)}")
         print(tables())
     except (Unfit, OSError) as reason:
         sys.exit(str(reason))

@@ -20,6 +20,10 @@ KINDS = {
     "alignment": ("misalignment", "row-pairing", "row-lengths", "retokenisation"),
     "temperature": ("temperature-semantics", "implicit-generation-config", "sampling-law"),
     "truncation": ("sampling-truncation", "implicit-generation-config", "sampling-law"),
+    "sampling-law": (
+        *("action-mask", "temperature-semantics", "sampling-truncation"),
+        "implicit-generation-config",
+    ),
     "turns": ("action-mask", "turn-context", "retokenisation", "misalignment", "template-drift"),
     "trainer-self-agreement": (
         *("nondeterminism", "microbatch-dependence", "train-eval-paths", "packing-leak"),

@@ -81,7 +81,7 @@ def _gaps(
         if name in scorings and not incomparable(scorings[name], reference):
             away = scorings[name].logprobs - reference.logprobs
             pairs = zip(_blocks(away, reached), _blocks(away, reached, _rare), strict=True)
-            # The run itself reached the first: its own checks judge that.
+            # The run itself reached the first, and other checks judge that.
             blocks = tuple(replace(b, rare=few.nats if b.low > 1 else 0.0) for b, few in pairs)
             yield LongGap(name, side, blocks, FACTOR * level.passed, FACTOR * level.failed)
     both: dict[str, OneSide] = {Key(engine).over_long(): "engine", rounded: "trainer"}

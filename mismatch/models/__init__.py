@@ -1,16 +1,18 @@
 """Models that ship with the package, short names, and how a name becomes a path or a hub id.
 
 The config.json that ships for a short name makes `mismatch doctor`, `mismatch kernels` and
-`--dry-run` work without a network; a real run always reads the model's own. aliases.toml says what
-they were written from; where a value had no second public source, it is listed as unconfirmed (none
-of these decides a memory size: parameters are checked against the published count).
+`--dry-run` work without a network; a real run always reads the model's own. They were written from
+published copies of config.json; those behind OLMoE from two of these: copies, slime
+(scripts/models, 2026-08), Megatron-Bridge, OLMo-core, the defaults of transformers 5.19. Where a
+value had no second public source, it is listed as unconfirmed (none of these decides a memory size:
+parameters are checked against the published count). The table is aliases.json: workers import this
+module on Python 3.10, which reads no TOML.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +35,8 @@ class Alias:
     'openai/gpt-oss-20b'
 
     Attributes:
-        parameters: exact count, tied embeddings once.
+        parameters: exact count, tied embeddings once, as transformers builds the model: without
+            layers that predict several tokens; of Qwen3.5 the language model alone.
         released: how the weights are stored on the hub.
         unconfirmed: fields of the shipped config that rest on one source only.
         active: parameters that one token uses; 0: all (a dense model).
@@ -60,7 +63,7 @@ class Alias:
 
 
 def _aliases() -> dict[str, Alias]:
-    rows = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text("utf-8"))
+    rows = json.loads(Path(__file__).with_name("aliases.json").read_text("utf-8"))
     return {name: Alias(name, **row) for name, row in rows.items()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +127,7 @@ class Artefacts:
     decode: Scoring
     train: Scoring
     prefill: Scoring | None
-    first: dict[str, Scoring]
+    first: dict[str, Scoring] = field(default_factory=dict)
 
     @classmethod
     def load(cls, run_dir: Path, spec: CheckSpec) -> Artefacts:

@@ -47,5 +47,5 @@ def test_no_input_is_a_traceback(target, run):
     before = json.dumps(sorted(map(str, run.rglob("*"))))
     trial()
     print(f"{target}: {outcomes}")
-    assert outcomes["refused"] > 10
+    assert outcomes["refused"] > min(10, TRIALS.get(target, 200) / 8)
     assert json.dumps(sorted(map(str, run.rglob("*")))) == before

@@ -228,7 +228,8 @@ def sampling_law(
         f"mean log p + entropy is {surplus:+.2g} nats, {of_allowed:.2g} times what chance and "
         "rounding allow"
     )
-    if look.findings:
+    exact = next((float(e.value) for e in look.evidence if e.what == law.ALLOWED_FLOAT32), 1.0)
+    if min(of_allowed, exact) >= 1.0:
         drawn = "sharper" if surplus > 0 else "flatter"
         fix = "look at what the sampler adds: temperature, top_k, top_p, penalties, min_tokens"
         return failed("sampling-law", f"{detail}: tokens are drawn from a {drawn} one", fix)

@@ -37,6 +37,7 @@ OF_ROUNDING = 3.0  # times mean |delta|, by which it may move mean log p + entro
 UNSEEN = 36.0
 SURPLUS = "mean log p + entropy of the trainer's distribution, nats"
 ALLOWED = "the same over what chance and rounding allow"
+ALLOWED_FLOAT32 = f"{ALLOWED}, in float32"
 KEPT_MASS, ONE_SIDED = "mean kept mass, as mean exp(delta)", "one-sidedness of delta"
 NEEDS = "the entropy of the trainer's distribution"
 
@@ -366,14 +367,17 @@ def sampling_law(case: Case) -> Look | NotTested:
         Evidence(SURPLUS, surplus.value, "0"),
         Evidence(ALLOWED, of_allowed(surplus), "below 1"),
     )
-    if of_allowed(surplus) < 1.0:
-        return Look(evidence)
+    beyond = of_allowed(surplus) >= 1.0
     exact = case.others.get(REFERENCE)
     if exact is not None and exact.entropy is not None:  # the trainer may be the odd one
         other = case.mean(exact.logprobs + exact.entropy)
-        evidence += (Evidence("the same in float32, nats", other.value, "0"),)
-        if of_allowed(other) < 1.0:
-            return Look(evidence)
+        evidence += (
+            Evidence("the same in float32, nats", other.value, "0"),
+            Evidence(ALLOWED_FLOAT32, of_allowed(other), "below 1"),
+        )
+        beyond &= of_allowed(other) >= 1.0
+    if not beyond or surplus.value < 0:  # below 0: perhaps the tokens were not sampled at all
+        return Look(evidence)
     finding = Finding("sampling-law", "engine", None, evidence,
                       alike=("implicit-generation-config", "sampling-truncation",
                              "temperature-semantics"))  # fmt: skip
