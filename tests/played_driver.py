@@ -1,4 +1,4 @@
-"""A driver library for CUDA that answers as it is told: what a machine without GPUs can play."""
+"""Play CUDA's driver library on a machine without GPUs: it gives the answers of a test."""
 
 from __future__ import annotations
 

@@ -191,12 +191,17 @@ def test_a_kernel_that_fails_its_trial_in_float32_is_broken(tmp_path, function):
         assert off == pytest.approx(0.0142, rel=0.1)
 
 
+def plant(monkeypatch, folder, fault):
+    """Plant a fault of benchmarks/planted_fault.py in the vLLM of all processes that follow."""
+    path = os.pathsep.join([str(plugin(folder)), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PLANTED_FAULT", fault)
+
+
 @pytest.mark.grid
 def test_an_engine_that_is_wrong_beyond_every_response_is_broken(tmp_path, monkeypatch):
     """Its rotations stand still from position 256 on; no sequence of the run comes so far."""
-    path = os.pathsep.join([str(plugin(tmp_path)), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setenv("PLANTED_FAULT", "rope-beyond:256")
+    plant(monkeypatch, tmp_path, "rope-beyond:256")
     flags = ("--num-prompts", "16", "--samples-per-prompt", "2", "--nproc-per-node", "1")
     run = run_check(tmp_path / "run", *flags)
     assert run.report["long_sequence"]["reached"] < 256
@@ -213,9 +218,7 @@ def test_an_engine_that_is_wrong_beyond_every_response_is_broken(tmp_path, monke
 
 @pytest.mark.grid
 def test_a_sampler_of_another_temperature_is_broken_though_no_value_differs(tmp_path, monkeypatch):
-    path = os.pathsep.join([str(plugin(tmp_path)), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setenv("PLANTED_FAULT", "sampler-temperature:0.85")
+    plant(monkeypatch, tmp_path, "sampler-temperature:0.85")
     run = run_check(tmp_path / "run", "--nproc-per-node", "1", "--exact-kl", "0")
     assert run.failed == {"sampling-law"}
     assert (run.report["verdict"]["status"], run.code) == ("broken", 1)
@@ -226,9 +229,7 @@ def test_a_sampler_of_another_temperature_is_broken_though_no_value_differs(tmp_
 @pytest.mark.grid
 def test_norms_without_their_upcast_are_seen_though_they_cost_no_more(tmp_path, monkeypatch):
     """It does not exist in float32, and rounds no more than a plain forward."""
-    path = os.pathsep.join([str(plugin(tmp_path)), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setenv("PLANTED_FAULT", "narrow-norms:1")
+    plant(monkeypatch, tmp_path, "narrow-norms:1")
     few = ("--num-prompts", "24", "--context-length", "0", "--exact-kl", "0")
     run = run_check(tmp_path / "run", *few, "--nproc-per-node", "1")
     assert not run.failed & {"implementation-gap", "implementation-gap-trainer"}

@@ -26,7 +26,7 @@ def pair(
     Args:
         sharper: factor of the logits that tokens are drawn with.
         top: how many of the likeliest tokens can be drawn.
-        rare: share of all tokens but one, which is as good as certain; None: a law of many.
+        rare: probability of all tokens but the likeliest together; None: the logits are random.
         sizes: prompts, samples of each, tokens of a response.
     """
     rng = np.random.default_rng(seed)

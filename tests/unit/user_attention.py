@@ -101,6 +101,12 @@ def sharpens(*args: Any, scaling: float, **kwargs: Any) -> Any:
     return attend(*args, scaling=1.01 * scaling, **kwargs)
 
 
+def overflows(*args: Any, **kwargs: Any) -> Any:
+    """Gives no numbers."""
+    out, weights = attend(*args, **kwargs)
+    return out * float("nan"), weights
+
+
 def ignores_the_window(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
 ) -> Any:
