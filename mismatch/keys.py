@@ -5,9 +5,13 @@ No other module builds these names or splits them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 FLOAT32 = "fp32"
 LONG = "long"  # the tokens of one long sequence
 FIRST = "first-layers"  # kind of a scoring by a model of its first layers alone
+APART = "adapter-apart"  # kind of a plain forward that does not merge its adapter
 AS_RUN = "as-run"  # the long sequence at the run's own precision; without it, in float32
 FIX, PLAIN = "fix", "plain"  # sides whose names over the long sequence say their precision
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
@@ -81,3 +85,14 @@ PLAIN_TRAINER = Key.of(PLAIN, "trainer")  # with the settings that the trainer d
 TRAINER_FLOAT32 = Key.of(TRAIN, precision=FLOAT32)  # the trainer's implementation in float32
 REFERENCE_FIRST = Key.of(REFERENCE.side, FIRST, FLOAT32)
 TRAINER_LONG, REFERENCE_LONG = TRAIN.over_long(FLOAT32), REFERENCE.over_long()
+
+
+def yardsticks(facts: Mapping[str, Any], precision: str | None, trainer: bool) -> tuple[Key, ...]:
+    """Return names of the plain forwards that round as a side does, the closest first.
+
+    Args:
+        facts: fingerprint of the side. One that does not merge its adapter rounds twice.
+    """
+    if (facts.get("adapter") or {}).get("as") == "own":
+        return (Key.of(PLAIN, APART, precision or ""),)
+    return (*((PLAIN_TRAINER,) if trainer else ()), Key.of(PLAIN, precision=precision or ""))

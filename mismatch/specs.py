@@ -393,6 +393,7 @@ class TrainSpec:
         grad: run the forward in train mode with gradients on.
         layers: as of the engine.
         adapter: merged into what is loaded.
+        adapter_as: "own": applied apart from the base, as an engine's own LoRA does.
         weights: the form of the experts that are loaded, see mismatch/models/derived.py.
         replay_routing: "ids": use the experts of another scoring, weighted by this model's own
             gate; "ids+weights": its weights too, as constants. None: the model's own choice.
@@ -465,6 +466,7 @@ class TrainSpec:
         Adapter | None,
         Flag(MODEL, "Another adapter for the trainer.", name="train_adapter", kind=str | None),
     ] = None
+    adapter_as: AdapterWay | None = None
     temperature_in: Annotated[
         TemperatureIn, Flag(TRAIN, "Where logits are divided by the temperature.")
     ] = "fp32"
@@ -625,6 +627,7 @@ def weights_key(spec: TrainSpec) -> tuple[Any, ...]:
         spec.weights,
         spec.layers,
         spec.adapter,
+        spec.adapter_as,
         spec.trust_remote_code,
     )
 

@@ -26,7 +26,7 @@ import numpy as np
 from mismatch.analysis.displaced import device_class, levels_for
 from mismatch.analysis.results import Block, LongGap, LongSequence, OneSide, sentence
 from mismatch.analysis.square import PlainCost, incomparable, precision_of, same_law
-from mismatch.keys import FLOAT32, PLAIN, PLAIN_TRAINER, REFERENCE, REFERENCE_LONG, TRAIN, Key
+from mismatch.keys import FLOAT32, PLAIN, REFERENCE, REFERENCE_LONG, TRAIN, Key, yardsticks
 from mismatch.run import store
 from mismatch.run.long_rollout import FOLDER
 from mismatch.specs import CheckSpec
@@ -87,9 +87,9 @@ def _gaps(
     both: dict[str, OneSide] = {Key(engine).over_long(): "engine", rounded: "trainer"}
     for name, side in both.items():
         own = scorings.get(name)
-        names = [Key(PLAIN).over_long(precision_of(own.fingerprint) or "")] if own else []
-        names = [PLAIN_TRAINER.over_long()] * (side == "trainer") + names
-        plain = next((scorings[each] for each in names if each in scorings), None)
+        facts = own.fingerprint if own else {}
+        names = yardsticks(facts, precision_of(facts), side == "trainer")
+        plain = next((scorings[n] for n in map(Key.over_long, names) if n in scorings), None)
         if own and plain and same_law(own, reference):
             away, yardstick = (each.logprobs - reference.logprobs for each in (own, plain))
             # The mean of all but the largest tenth.

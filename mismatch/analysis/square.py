@@ -59,6 +59,7 @@ from mismatch.keys import (
     TRAIN,
     TRAINER_FLOAT32,
     Key,
+    yardsticks,
 )
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
@@ -260,9 +261,8 @@ class _Corners:
         precision, reference = precision_of(scoring.fingerprint), self.reference
         if precision == "fp32":
             return  # its distance from the reference is an implementation gap
-        name = Key.of(PLAIN, precision=precision or "")
-        if side == "trainer" and PLAIN_TRAINER in self.usable:
-            name = PLAIN_TRAINER
+        names = yardsticks(scoring.fingerprint, precision, side == "trainer")
+        name = next((each for each in names if each in self.usable), names[-1])
         plain = self.usable.get(name)
         why = ""
         if precision is None:

@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from mismatch.analysis.square import precision_of
+from mismatch.engines.registry import engine_info
 from mismatch.errors import MismatchError
 from mismatch.facts import SideFacts
 from mismatch.keys import (
     ALONE,
+    APART,
     FIRST,
     GRAD,
     NEW,
@@ -31,6 +33,7 @@ from mismatch.keys import (
     WEIGHTS,
     Key,
 )
+from mismatch.models.adapters import is_of_linear_layers
 from mismatch.models.config import is_moe, known_model, serves_mxfp4
 from mismatch.run.long_rollout import FOLDER as LONG
 from mismatch.run.machine import local_gpus
@@ -104,6 +107,16 @@ def plain_of(train: TrainSpec, dtype: Dtype, fp8_kv: bool = False) -> TrainSpec:
         experts="eager" if is_moe(train.model, train.revision) else "auto",
         layout="padding",
     )
+
+
+def applies_adapter(spec: CheckSpec) -> bool:
+    """Return whether the engine may apply its adapter itself, and a plain forward can do so too.
+
+    Which of the two the engine does is known when it has started, in its environment.
+    """
+    engine, own = spec.rollout.engine, spec.train.adapter
+    can = engine.adapter is not None and engine.adapter_as != "merged"
+    return bool(can and own and engine_info(engine.engine).no_adapter and is_of_linear_layers(own))
 
 
 def declares_more(spec: CheckSpec) -> bool:
@@ -239,7 +252,10 @@ def training_passes(spec: CheckSpec) -> list[Pass]:
         for name in sorted(name for name in used if name and name != "fp32"):
             dtype = next(dtype for dtype in DTYPES if dtype == name.partition("-")[0])
             plain = plain_of(train, dtype, fp8_kv=name.endswith("-fp8kv"))
-            rows.append((Key.of(PLAIN, precision=name), True, replace(plain, routing=False)))
+            plain = replace(plain, routing=False)
+            rows.append((Key.of(PLAIN, precision=name), True, plain))
+            apart = replace(plain, adapter_as="own")  # of an engine that does not merge
+            rows.append((Key.of(PLAIN, APART, name), applies_adapter(spec), apart))
         declares = precision not in (None, "fp32") and declares_more(spec)
         rows.append((PLAIN_TRAINER, declares, replace(as_declared(train), routing=False)))
     long: list[Row] = []

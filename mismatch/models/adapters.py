@@ -229,6 +229,61 @@ def changes_of(adapter: Adapter, base: Path) -> dict[str, Change]:
     return changes(adapter.path, shapes, tied)
 
 
+def is_of_linear_layers(adapter: Adapter) -> bool:
+    """Return whether every tensor of an adapter is a matrix of one linear layer or embedding."""
+    names = [name.removeprefix(PREFIX) for name in stored_shapes(Path(adapter.path) / WEIGHTS)]
+    found = [MATRIX.fullmatch(name) for name in names]
+    return all(m is not None and ".experts" not in f"{m['module']}." for m in found)
+
+
+def apply_apart(
+    model: torch.nn.Module, adapter: Adapter, base: Path, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Have each layer add its adapter's part to its output: x A^T (scale x B)^T, in ``dtype``.
+
+    Engines that apply an adapter themselves round so: the part alone, then the sum. A layer with
+    merged weights rounds once.
+
+    Raises:
+        MismatchError: as :func:`changes`, or a parameter that no layer of the model has.
+    """
+    import torch
+    from safetensors import safe_open
+
+    layers, linear = dict(model.named_modules()), torch.nn.functional.linear
+
+    def adding(a: torch.Tensor, b: torch.Tensor) -> Callable[..., torch.Tensor]:
+        def hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> Any:
+            if isinstance(layer, torch.nn.Embedding):
+                return output + linear(torch.nn.functional.embedding(inputs[0], a.T), b)
+            return output + linear(linear(inputs[0], a), b)
+
+        return hook
+
+    with safe_open(Path(adapter.path) / WEIGHTS, framework="pt") as file:
+        for name, change in changes_of(adapter, base).items():
+            layer = layer_of(layers, name.removesuffix(".weight"))
+            if layer is None or not change.b:
+                raise _unfit(Path(adapter.path), change.a, f"no layer of the model holds {name}")
+            scaled = file.get_tensor(change.b).float() * change.scale
+            matrices = (m.to(device, dtype) for m in (file.get_tensor(change.a), scaled))
+            layer.register_forward_hook(adding(*matrices))
+
+
+def layer_of(layers: Mapping[str, Any], name: str) -> Any:
+    """Return the layer of a checkpoint's name; a family may hold it under another prefix.
+
+    None where no layer, or more than one, has its last parts.
+    """
+    tail = name
+    while tail and tail not in layers:
+        found = [own for own in layers if own.endswith(f".{tail}")]
+        if found:
+            return layers[found[0]] if len(found) == 1 else None
+        tail = tail.partition(".")[2]
+    return layers.get(tail) if tail else None
+
+
 def require_adapter(spec: EngineSpec | TrainSpec) -> None:
     """Refuse, before anything starts, an adapter that cannot be merged into a spec's model.
 

@@ -60,8 +60,8 @@ READ: dict[Path, IO[str]] = {}  # derived checkpoints that this process reads, l
 def in_form(spec: Spec, copied: bool = False) -> Spec:
     """Return the spec with its model replaced by one in the form it asks for, made if need be.
 
-    An adapter is merged, but for an engine that applies it itself (``adapter_as`` is "own"). An
-    engine that dequantises MXFP4 while it loads gets the packed checkpoint.
+    An adapter is merged, but for what applies it itself (``adapter_as`` is "own"). An engine that
+    dequantises MXFP4 while it loads gets the packed checkpoint.
 
     Args:
         copied: files in that form are wanted, whatever the engine can do.
@@ -70,7 +70,7 @@ def in_form(spec: Spec, copied: bool = False) -> Spec:
         MismatchError: a model that is not in a local directory or cache, that has no experts in a
             known layout or too few layers, an adapter that does not fit it, or no disk space.
     """
-    adapter = None if isinstance(spec, EngineSpec) and spec.adapter_as == "own" else spec.adapter
+    adapter = None if spec.adapter_as == "own" else spec.adapter
     if spec.weights == AS_STORED and spec.layers is None and adapter is None:
         return spec
     source, form = _local(spec), spec.weights
@@ -84,7 +84,7 @@ def in_form(spec: Spec, copied: bool = False) -> Spec:
 def copied_bytes(spec: EngineSpec | TrainSpec, shape: SizedModel) -> int:
     """Return the size of the copy that :func:`in_form` makes; 0: none, or of few layers alone."""
     engine = spec if isinstance(spec, EngineSpec) else EngineSpec()
-    merged = spec.adapter is not None and engine.adapter_as != "own"
+    merged = spec.adapter is not None and spec.adapter_as != "own"
     as_stored = spec.weights in (AS_STORED, shape.quantised or "bf16") or unpacks_mxfp4(engine)
     if spec.layers is not None or (as_stored and not merged):
         return 0

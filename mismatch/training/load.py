@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from mismatch.errors import MismatchError, first_line
 from mismatch.models import mxfp4
+from mismatch.models.adapters import apply_apart
 from mismatch.models.auto_class import auto_class
 from mismatch.models.derived import in_form
 from mismatch.specs import MasterDtype, TrainSpec, weights_key
@@ -124,6 +125,8 @@ def load(
         fault = f"attention {attention.implementation} was resolved, but {running} runs"
         raise MismatchError(fault, "name the kernel: --attention eager or sink-sdpa")
     experts = model.config._experts_implementation if scorer.moe else None
+    if spec.adapter is not None and spec.adapter_as == "own" and directory is not None:
+        apply_apart(scorer.model, spec.adapter, directory, torch_dtype(spec.dtype), device)
     return LoadedModel(
         scorer, spec, attention, experts, master, directory, peak.bytes, device, _silence(scorer)
     )

@@ -29,11 +29,17 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))
 
 
-def adapter_for(base: Path, target: Path, size: float, alpha: int = ALPHA) -> Path:
-    """Random A and B for all attention weights; at ALPHA the change is ``size`` x the weight."""
+def adapter_for(
+    base: Path,
+    target: Path,
+    size: float,
+    alpha: int = ALPHA,
+    ends: tuple[str, ...] = ATTENTION,
+) -> Path:
+    """Random A and B of the weights with these ends; at ALPHA a change is ``size`` x the weight."""
     generator, weights = torch.Generator().manual_seed(1), {}
     for name, weight in sorted(tensors(base).items()):
-        if name.endswith(ATTENTION):
+        if name.endswith(ends):
             module, (rows, columns) = name.removesuffix(".weight"), weight.shape
             rms = float(weight.float().square().mean().sqrt())
             weights[f"{module}.{A}"] = torch.randn(RANK, columns, generator=generator)
@@ -58,14 +64,23 @@ def agree(run: Run) -> None:
 
 @pytest.mark.parametrize("way", ["own", pytest.param("merged", marks=pytest.mark.grid)])
 def test_a_dense_model_agrees_with_its_trainer_either_way(tmp_path: Path, way: str) -> None:
+    """An engine that does not merge rounds its adapter's part and the sum: so does its yardstick.
+
+    The head is among the targets, where one more rounding of the logits weighs most.
+    """
     base = make("llama", tmp_path / "llama", head_dim=32)
-    adapter = adapter_for(base, tmp_path / "adapter", 0.5)
+    ends = (*ATTENTION, "lm_head.weight")
+    adapter = adapter_for(base, tmp_path / "adapter", 0.5, ends=ends)
     given = ("--model", str(base), "--adapter", str(adapter))
     run = run_check(
         tmp_path / "run", *given, *(() if way == "own" else ("--adapter-as", way)), *FEW, *ALONE
     )
     agree(run)
     assert sides(run) == (way, "merged")
+    legs = {leg["side"]: leg for leg in run.report["square"]["legs"]}
+    apart = "plain:adapter-apart:bf16" if way == "own" else "plain:bf16"
+    assert [legs[side]["plain"] for side in ("engine", "trainer")] == [apart, "plain:bf16"]
+    assert run.checks["excess-engine"] == "passed"
 
 
 @pytest.mark.grid

@@ -11,13 +11,23 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from mismatch.analysis.diagnosis.declared import source_files
 from mismatch.codec import from_json, to_json
 from mismatch.engines.registry import model_facts, with_adapter_way
 from mismatch.errors import MismatchError
 from mismatch.models import derived, resolve_model
-from mismatch.models.adapters import changes, find_adapter, merged, require_adapter
+from mismatch.models.adapters import (
+    apply_apart,
+    changes,
+    find_adapter,
+    is_of_linear_layers,
+    layer_of,
+    merged,
+    require_adapter,
+)
+from mismatch.models.derived import in_form
 from mismatch.models.digests import source_hashes
 from mismatch.models.weight_states import write_adapter
 from mismatch.pipeline.preflight import require_engine_names, require_trainer_names
@@ -128,6 +138,57 @@ def test_conv1d_embeddings_and_fused_experts_have_their_layouts() -> None:
         change = changes_in(experts, {parameter: (3, 6, 5)})[parameter]
         found = merged(change, torch.zeros(3, 6, 5), experts.__getitem__)
         np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6)
+
+
+APPLIED = {
+    "attention": {Q: 4, K: 2},
+    "head": {Q: 4, "lm_head": 4},
+    "embeddings": {"model.embed_tokens": 4, "model.layers.1.mlp.down_proj": 2},
+}
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("targets", APPLIED)
+def test_an_adapter_apart_from_its_base_is_the_merged_models_function(
+    base: Path, tmp_path: Path, targets: str, rslora: bool
+) -> None:
+    """The yardstick of an engine that applies its adapter itself differs by rounding alone."""
+    held = matrices(base, APPLIED[targets])
+    if targets == "embeddings":
+        name = "model.embed_tokens.lora_"
+        held[f"{name}embedding_A"] = held.pop(f"{name}B.weight").T.contiguous()
+        held[f"{name}embedding_B"] = held.pop(f"{name}A.weight").T.contiguous()
+    where = write_adapter(held, tmp_path / "one", r=4, rank_pattern={"k_proj|down_proj": 2},
+                          use_rslora=rslora)  # fmt: skip
+    adapter, ids = find_adapter(str(where)), torch.arange(3, 40)[None]
+    assert is_of_linear_layers(adapter)
+    merged_at = in_form(TrainSpec(model=str(base), adapter=adapter, dtype="fp32")).model
+    assert in_form(TrainSpec(model=str(base), adapter=adapter, adapter_as="own")).model == str(base)
+    models = [AutoModelForCausalLM.from_pretrained(m, dtype="float32") for m in (base, merged_at)]
+    with torch.no_grad():
+        plain = models[0](ids).logits
+        apply_apart(models[0], adapter, base, torch.float32, torch.device("cpu"))
+        apart, whole = (model(ids).logits for model in models)
+    torch.testing.assert_close(apart, whole, rtol=1e-4, atol=1e-4)
+    assert float((apart - plain).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("held", "found"),
+    [
+        (("model.layers.0.q", "vision.layers.0.k"), "model.layers.0.q"),
+        (
+            ("model.language_model.layers.0.q", "vision.layers.0.k"),
+            "model.language_model.layers.0.q",
+        ),
+        (("a.layers.0.q", "b.layers.0.q"), None),  # two towers
+        (("model.layers.0.k",), None),
+    ],
+)
+def test_a_layer_is_found_under_another_prefix_where_one_alone_ends_so(
+    held: tuple[str, ...], found: str | None
+) -> None:
+    assert layer_of({name: name for name in held}, "model.layers.0.q") == found
 
 
 def changes_in(held: dict[str, torch.Tensor], shapes: Any, **config: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mismatch.analysis.cause_results import Side
 from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.keys import PLAIN, PLAIN_TRAINER, Key
+from mismatch.keys import yardsticks
 from mismatch.types import Bools, Floats, Scoring
 
 NO_ROUNDING = 1e-5  # nats that two float32 passes of one function may lie apart; seen: 2e-6
@@ -54,8 +54,8 @@ def _repaired_by(reference: Floats, case: Case) -> bool:
 
 def plain_for(case: Case, side: Scoring) -> Scoring | None:
     """Return the plain forward that rounds as a side declares to; None where the run has none."""
-    own = case.others.get(PLAIN_TRAINER) if side is case.trainer else None
-    return own or case.others.get(Key.of(PLAIN, precision=side.fingerprint.get("dtype") or ""))
+    names = yardsticks(side.fingerprint, side.fingerprint.get("dtype"), side is case.trainer)
+    return next((case.others[name] for name in names if name in case.others), None)
 
 
 def of_two_precisions(case: Case) -> Legs | None:
