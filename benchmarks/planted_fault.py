@@ -156,6 +156,23 @@ def sampler_temperature(model: Any, strength: float) -> None:
     planted.sample = sample
 
 
+def late_end(model: Any, strength: float) -> None:
+    """Lower the logits of end tokens by the strength, nats, where tokens are drawn alone."""
+    from vllm.v1.sample.sampler import Sampler
+
+    given: Any = Sampler.sample
+    ends = model.config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+
+    def sample(self: Any, logits: Any, *rest: Any, **named: Any) -> Any:
+        lower = logits.clone()
+        lower[:, ends] -= strength
+        return given(self, lower, *rest, **named)
+
+    planted: Any = Sampler
+    planted.sample = sample
+
+
 def no_sinks(model: Any, strength: float) -> None:
     """Sinks lowered by the strength, nats: 30 takes them out."""
     for name, tensor in model.named_parameters():
@@ -181,4 +198,5 @@ FAULTS = {
     "query-scale": query_scale,
     "cache-collision": cache_collision,
     "sampler-temperature": sampler_temperature,
+    "late-end": late_end,
 }

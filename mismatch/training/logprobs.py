@@ -133,6 +133,7 @@ class TokenStats:
         kept_mass: probability that survives the cuts; None where nothing is cut.
         distributions: of the captured rows, as from :func:`select_rows`.
         likeliest_ids, likeliest: [n, k] the k most likely ids (int32), and their logprobs.
+        end_mass: probability that an end token comes; None where it was not asked for.
     """
 
     logprobs: torch.Tensor
@@ -143,6 +144,7 @@ class TokenStats:
     distributions: torch.Tensor | None = None
     likeliest_ids: torch.Tensor | None = None
     likeliest: torch.Tensor | None = None
+    end_mass: torch.Tensor | None = None
 
 
 Columns = tuple[Any, ...]  # the fields of TokenStats
@@ -158,6 +160,7 @@ def token_stats(
     rounding: Rounding | None = None,
     captured: CapturedRows | None = None,
     likeliest: int = 0,
+    ends: tuple[int, ...] = (),
 ) -> TokenStats:
     """Return logprobs and entropies of ``targets`` [n] as predicted from ``hidden`` [n, H].
 
@@ -168,6 +171,7 @@ def token_stats(
         rounding: where the trainer rounds in addition to the head.
         captured: the rows whose full distributions are kept.
         likeliest: k, of the most likely ids that are kept of every row.
+        ends: ids whose probabilities are summed in every row.
 
     With gradients on, each strip is recomputed in the backward pass instead of being kept.
     """
@@ -196,7 +200,7 @@ def token_stats(
         first, second = (None, None) if buffers is None else buffers[:, : len(raw)]
         logits = raw.float() if first is None else first.copy_(raw)
         top1 = logits.detach().max(-1).indices
-        untempered = mass = whole = top_ids = top = None
+        untempered = mass = whole = top_ids = top = ending = None
         if temperature != 1.0:
             plain = torch.log_softmax(logits, -1, out=second)
             untempered = plain.gather(-1, ids[:, None])[:, 0]
@@ -215,11 +219,13 @@ def token_stats(
         if k:
             best = logps.detach().topk(k, dim=-1)
             top_ids, top = best.indices.int(), best.values
+        if ends:
+            ending = logps.detach()[:, ends].exp().sum(-1)
         terms = torch.exp(logps, out=first)
         entropy = -torch.mul(terms, logps, out=first).sum(-1)
         if rounding.logprobs is not None:
             picked, entropy = (x.to(rounding.logprobs).float() for x in (picked, entropy))
-        return picked, entropy, top1, untempered, mass, whole, top_ids, top
+        return picked, entropy, top1, untempered, mass, whole, top_ids, top, ending
 
     chunks = _cut(chunk_rows, hidden, targets, slots)
     return TokenStats(*_joined(recomputed(chunk, *part) for part in chunks))

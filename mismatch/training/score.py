@@ -17,7 +17,7 @@ from mismatch.captures import Distributions, Likeliest, narrowest
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.facts import Digests
-from mismatch.keys import PLAIN, REFERENCE, Key
+from mismatch.keys import PLAIN, REFERENCE, TRAIN, Key
 from mismatch.models.adapters import adapter_facts
 from mismatch.models.derived import form_name, layers_held
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
@@ -91,7 +91,10 @@ def score_pass(
     spec = job.spec
     options, routing_note = prepare_pass(world, loaded, rollout, spec, source)
     capture = DistributionCapture.of(engine_distributions, rollout)
-    options = replace(options, capture=capture, likeliest=likeliest)
+    ends: tuple[int, ...] = ()
+    if job.name in (TRAIN, REFERENCE):
+        ends = tuple(rollout.fingerprint.get("stop_token_ids") or ())
+    options = replace(options, capture=capture, likeliest=likeliest, ends=ends)
     with MemoryPeak(world.device, True) as peak, torch.set_grad_enabled(spec.grad):
         parts = run_batches(world, loaded, rollout, job, options, source)
     gathered, peaks = world.gather(parts), world.gather(peak.bytes)
@@ -224,7 +227,7 @@ def _assemble(
     if recorded := [part.keys for part in parts if part.keys]:
         joined = {key: np.concatenate([each[key] for each in recorded]) for key in recorded[0]}
         keys = SparseKeys.of(rollout, [layer.index for layer in loaded.scorer.sparse], joined)
-    extra = {"untempered": "logprobs_untempered", "kept_mass": "kept_mass"}
+    extra = {"untempered": "logprobs_untempered", "kept_mass": "kept_mass", "end_mass": "end_mass"}
     kept = "likeliest" in stats
     return Scoring(
         name=name,
@@ -302,7 +305,7 @@ def fingerprint(
         **_contents(world, loaded),
         "weights_comparable": comparable(loaded.master_dtype),
     }
-    facts |= adapter_facts(spec.adapter, "merged")
+    facts |= adapter_facts(spec.adapter, spec.adapter_as)
     if (top_k := sparse_top_k(scorer.decoder)) is not None:
         facts["sparse_top_k"] = top_k
     if loaded.attention.tried:  # kernels that were run before one was trusted

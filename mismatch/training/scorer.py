@@ -43,6 +43,7 @@ class ForwardOptions:
         interventions: on the routers: replayed routes, injected noise, another dtype.
         capture: the positions whose full distributions are kept.
         likeliest: most likely ids that are kept of every position.
+        ends: ids of end tokens whose probability is kept of every position.
     """
 
     sampling: Sampling
@@ -53,6 +54,7 @@ class ForwardOptions:
     interventions: tuple[RouterIntervention, ...] = ()
     capture: DistributionCapture | None = None
     likeliest: int = 0
+    ends: tuple[int, ...] = ()
 
 
 class Scorer(nn.Module):
@@ -119,6 +121,7 @@ class Scorer(nn.Module):
                 rounding=options.rounding,
                 captured=captured,
                 likeliest=options.likeliest,
+                ends=options.ends,
             )
         return tuple(getattr(stats, item.name) for item in fields(TokenStats)), routes
 

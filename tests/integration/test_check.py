@@ -227,6 +227,16 @@ def test_a_sampler_of_another_temperature_is_broken_though_no_value_differs(tmp_
 
 
 @pytest.mark.grid
+def test_an_end_token_that_is_drawn_too_seldom_is_broken(tmp_path, monkeypatch):
+    plant(monkeypatch, tmp_path, "late-end:1.5")
+    run = run_check(tmp_path / "run", "--nproc-per-node", "1", "--exact-kl", "0")
+    assert run.failed == {"sampling-law"}
+    assert (run.report["verdict"]["status"], run.code) == ("broken", 1)
+    first = run.report["causes"]["ranked"][0]
+    assert (first["id"], first["side"]) == ("sampling-law", "engine")
+
+
+@pytest.mark.grid
 def test_norms_without_their_upcast_are_seen_though_they_cost_no_more(tmp_path, monkeypatch):
     """It does not exist in float32, and rounds no more than a plain forward."""
     plant(monkeypatch, tmp_path, "narrow-norms:1")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.diagnosis import semantics
-from mismatch.types import Check, Rollout, Sampling, Scoring
+from mismatch.types import Check, Rollout, Sampling, Scoring, SideFacts
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE, VOCABULARY = 64, 4, 3, 60, 24
 
@@ -20,6 +20,7 @@ def pair(
     noise: float = 4e-3,
     rare: float | None = None,
     sizes: tuple[int, int, int] = (PROMPTS, SAMPLES, RESPONSE),
+    ends: float | None = None,
 ) -> tuple[Rollout, Scoring, Scoring]:
     """Return a rollout of a random law and its two scorings, of which both report that law.
 
@@ -28,6 +29,7 @@ def pair(
         top: how many of the likeliest tokens can be drawn.
         rare: probability of all tokens but the likeliest together; None: the logits are random.
         sizes: prompts, samples of each, tokens of a response.
+        ends: id 0 is an end token, whose logit the sampler lowers by this many nats; None: no end.
     """
     rng = np.random.default_rng(seed)
     prompts, samples, response = sizes
@@ -38,6 +40,7 @@ def pair(
     logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     drawn = sharper * logits
     drawn[drawn < np.sort(drawn, axis=1)[:, [-top]]] = -np.inf
+    drawn[:, 0] -= ends or 0.0
     ids = (drawn + rng.gumbel(size=drawn.shape)).argmax(axis=1)
     length = PROMPT + response
     mask = np.tile(np.arange(length) >= PROMPT, rows)
@@ -56,8 +59,10 @@ def pair(
     reported = logprobs[np.arange(len(ids)), ids]
     entropy = -(np.exp(logprobs) * logprobs).sum(axis=1)
     off = np.minimum(reported + rng.normal(0, noise, len(ids)), 0.0)
-    engine = Scoring("vllm:decode", ids, reported, {"engine": "vllm"})
-    return rollout, engine, Scoring("fsdp", ids, off, {}, entropy=entropy)
+    facts: SideFacts = {"engine": "vllm", "stop_token_ids": None if ends is None else [0]}
+    engine = Scoring("vllm:decode", ids, reported, facts)
+    held = {} if ends is None else {"end_mass": np.exp(logprobs[:, 0])}
+    return rollout, engine, Scoring("fsdp", ids, off, {}, entropy=entropy, extra=held)
 
 
 def check(*sides: object) -> Check:
@@ -94,6 +99,34 @@ def test_a_sampler_of_another_law_fails_though_log_probabilities_agree(
     assert found.status == "failed"
     assert drawn in found.detail
     assert "temperature" in found.fix
+
+
+@pytest.mark.parametrize("sizes", [(8, 4, 32), (64, 4, 60)])
+@pytest.mark.parametrize("rare", [None, 1e-3, 0.02])
+def test_end_tokens_of_the_reported_law_pass(
+    rare: float | None, sizes: tuple[int, int, int]
+) -> None:
+    found = [check(*pair(seed, rare=rare, sizes=sizes, ends=0.0)) for seed in range(12)]
+    assert "failed" not in {each.status for each in found}
+    assert [each.status for each in found].count("inconclusive") <= 1
+
+
+@pytest.mark.parametrize(("lowered", "word"), [(0.3, "few"), (30.0, "few"), (-0.3, "many")])
+def test_end_tokens_that_are_drawn_too_seldom_or_too_often_fail(lowered: float, word: str) -> None:
+    """A least length, a masked end token or a bias on it leaves every log-probability right."""
+    found = check(*pair(0, ends=lowered))
+    assert found.status == "failed"
+    assert f"end tokens too {word}" in found.detail
+    assert "min_tokens" in found.fix
+
+
+def test_end_tokens_are_judged_by_the_nearer_of_trainer_and_reference() -> None:
+    rollout, left, right = pair(0, ends=0.0)
+    exact = replace(right, name="reference:fp32", extra=dict(right.extra))
+    right.extra["end_mass"] = right.extra["end_mass"] * 0.5
+    assert check(rollout, left, right).status == "failed"
+    found = semantics.sampling_law(rollout, left, right, {"reference:fp32": exact})
+    assert found.status == "passed"
 
 
 def test_what_chance_hardly_makes_is_not_passed() -> None:

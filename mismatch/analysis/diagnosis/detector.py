@@ -85,6 +85,10 @@ class Look:
         """Return the number of this name."""
         return float(value_of(self.evidence, what))
 
+    def value(self, what: str, default: float) -> float:
+        """Return the number of this name, or another where it was not measured."""
+        return next((float(e.value) for e in self.evidence if e.what == what), default)
+
 
 @dataclass(frozen=True, slots=True)
 class Detector:

@@ -228,15 +228,23 @@ def sampling_law(
         f"mean log p + entropy is {surplus:+.2g} nats, {of_allowed:.2g} times what chance and "
         "rounding allow"
     )
-    exact = next((float(e.value) for e in look.evidence if e.what == law.ALLOWED_FLOAT32), 1.0)
+    exact = look.value(law.ALLOWED_FLOAT32, of_allowed)
     if min(of_allowed, exact) >= 1.0:
         drawn = "sharper" if surplus > 0 else "flatter"
         fix = "look at what the sampler adds: temperature, top_k, top_p, penalties, min_tokens"
         return failed("sampling-law", f"{detail}: tokens are drawn from a {drawn} one", fix)
+    ended, of_chance = (look.value(what, 0.0) for what in (law.ENDS, law.ENDS_ALLOWED))
+    if of_chance >= 1.0:
+        ends = (
+            f"{abs(ended):.0f} end tokens {'too many' if ended > 0 else 'too few'} were drawn, "
+            f"{of_chance:.2g} times what chance and rounding allow"
+        )
+        fix = "look at what the sampler does to end tokens: min_tokens, ignore_eos, logit_bias"
+        return failed("sampling-law", f"{ends}; {detail}", fix)
     if of_allowed >= 1.0:  # the float32 reference is within
         fix = "look at the trainer's entropies and log-probabilities: mismatch locate"
         return Check("sampling-law", "warning", f"{detail}, by the trainer alone", fix)
-    if of_allowed >= POSSIBLE:
+    if max(of_allowed, of_chance) >= POSSIBLE:
         return Check("sampling-law", "inconclusive", detail, MORE_PROMPTS)
     return Check("sampling-law", "passed", detail)
 

@@ -38,6 +38,9 @@ UNSEEN = 36.0
 SURPLUS = "mean log p + entropy of the trainer's distribution, nats"
 ALLOWED = "the same over what chance and rounding allow"
 ALLOWED_FLOAT32 = f"{ALLOWED}, in float32"
+ENDS = "end tokens that were drawn, less the sum of their probabilities"
+ENDS_ALLOWED = "end tokens too many or too few, over what chance and rounding allow"
+LEAST_CHANCE = float(np.log(2e5))  # of a sum beyond its bound in one of 10^5 runs, two-sided
 KEPT_MASS, ONE_SIDED = "mean kept mass, as mean exp(delta)", "one-sidedness of delta"
 NEEDS = "the entropy of the trainer's distribution"
 
@@ -367,7 +370,8 @@ def sampling_law(case: Case) -> Look | NotTested:
         Evidence(SURPLUS, surplus.value, "0"),
         Evidence(ALLOWED, of_allowed(surplus), "below 1"),
     )
-    beyond = of_allowed(surplus) >= 1.0
+    beyond, ends = of_allowed(surplus) >= 1.0, end_tokens(case)
+    evidence += () if ends is None else ends.evidence
     exact = case.others.get(REFERENCE)
     if exact is not None and exact.entropy is not None:  # the trainer may be the odd one
         other = case.mean(exact.logprobs + exact.entropy)
@@ -376,12 +380,41 @@ def sampling_law(case: Case) -> Look | NotTested:
             Evidence(ALLOWED_FLOAT32, of_allowed(other), "below 1"),
         )
         beyond &= of_allowed(other) >= 1.0
-    if not beyond or surplus.value < 0:  # below 0: perhaps the tokens were not sampled at all
+    beyond &= surplus.value > 0  # below 0: perhaps the tokens were not sampled at all
+    if not beyond and (ends is None or ends.number(ENDS_ALLOWED) < 1.0):
         return Look(evidence)
     finding = Finding("sampling-law", "engine", None, evidence,
                       alike=("implicit-generation-config", "sampling-truncation",
                              "temperature-semantics"))  # fmt: skip
     return Look(evidence, (finding,))
+
+
+def end_tokens(case: Case) -> Look | None:
+    """Compare the end tokens that were drawn with the sum of their probabilities.
+
+    A least length, a masked or a damped end token leaves every log-probability right and shows
+    here. The sum is off by chance by more than Bernstein's bound in one run of 10^5, and by
+    rounding as the probabilities are; the nearer of trainer and float32 reference counts.
+    """
+    stops = case.engine.fingerprint.get("stop_token_ids") or ()
+    drawn = np.isin(case.rollout.token_ids[case.rollout.actions], list(stops))
+    size, found = float(np.abs(case.delta[case.kept]).mean()), []
+    for scoring in (case.trainer, case.others.get(REFERENCE)):
+        mass = None if scoring is None else scoring.extra.get("end_mass")
+        if mass is None:
+            continue
+        off = np.where(case.kept, drawn - mass, 0.0)
+        by_prompt = float((case.by_prompt(off) ** 2).sum())
+        chance = max(float((mass * (1 - mass))[case.kept].sum()), by_prompt)
+        bound = LEAST_CHANCE / 3 + float(
+            np.sqrt((LEAST_CHANCE / 3) ** 2 + 2 * LEAST_CHANCE * chance)
+        )
+        bound += OF_ROUNDING * size * float(mass[case.kept].sum())
+        found.append((abs(float(off.sum())) / bound, float(off.sum())))
+    if not found:
+        return None
+    times, off_by = min(found)
+    return Look((Evidence(ENDS, off_by, "0"), Evidence(ENDS_ALLOWED, times, "below 1")))
 
 
 def penalty(case: Case) -> Look | NotTested:
