@@ -298,7 +298,8 @@ def _correctness(checks: Sequence[Check], unmeasured: str) -> Answer:
     if little:
         return Answer("inconclusive", little[0].detail)
     if undecided:
-        detail = f"check {undecided[0].id} does not decide: {undecided[0].detail}"
+        more = f" (and {len(undecided) - 1} more)" if len(undecided) > 1 else ""
+        detail = f"check {undecided[0].id} does not decide{more}: {undecided[0].detail}"
         return Answer("inconclusive", detail)
     if unmeasured:
         return Answer("inconclusive", f"not measured whether a side is broken: {unmeasured}")

@@ -25,7 +25,8 @@ STATUS: dict[Standing, CheckStatus] = {
 }
 UNSEEN = (
     "let the missing passes run: a local engine, a dtype that has a yardstick; "
-    "mismatch check --dry-run says what this machine's memory allows, and by which settings"
+    "mismatch check --dry-run says what this machine's memory allows, and by which settings; "
+    "--fail-on unfit where what was measured is enough"
 )
 # Clean runs on CPUs: 0.50 to 0.86 (gpt-oss, qwen3, qwen3_moe, phi3, gemma2; vLLM and transformers);
 # norms of one side without their upcast: 0.09 to 0.16.
@@ -52,8 +53,8 @@ FIXES: dict[tuple[str, Side], str] = {
 def square_checks(square: Square | None, place: str = "") -> list[Check]:
     """Return one check for each side's rounding and one for each gap; none without a square.
 
-    Of several passes of a side the worst counts. What has no number warns: a fault could hide
-    there.
+    Of several passes of a side the worst counts. What has no number decides nothing: a
+    fault could hide there.
 
     Args:
         place: the first module that was found to differ; "": none was looked for, or found.
@@ -67,7 +68,7 @@ def square_checks(square: Square | None, place: str = "") -> list[Check]:
             worst[id] = finding
     reasons = "; ".join(f"{entry.what}: {entry.reason}" for entry in square.not_judged)
     unseen = [
-        Check(id, "warning", f"could not be measured ({reasons})", UNSEEN)
+        Check(id, "inconclusive", f"could not be measured ({reasons})", UNSEEN)
         for id in square.unmeasured
     ]
     part = [f"; {each.reason}" for each in square.not_judged if each.what == LATER_LAYERS]

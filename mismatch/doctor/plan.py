@@ -104,12 +104,11 @@ class Memory:
     def best_verdict(self) -> str:
         """The best verdict that this machine's memory allows; "": not known.
 
-        Without the reference nothing tells whether a side is broken; what else lacks float32 warns.
+        A side without its float32 pass, or without the reference, may be broken unseen.
         """
-        out = self.left_out()
-        if REFERENCE in out:
+        if self.left_out():
             return "INCONCLUSIVE"
-        if out or self.cut:
+        if self.cut:
             return "TOLERABLE"
         whole = any(fit.side.endswith(IN_FLOAT32) for fit in self.sides)
         return "HEALTHY" if whole and self.fits else ""
