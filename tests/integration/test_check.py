@@ -228,7 +228,7 @@ def test_a_sampler_of_another_temperature_is_broken_though_no_value_differs(tmp_
 
 @pytest.mark.grid
 def test_an_end_token_that_is_drawn_too_seldom_is_broken(tmp_path, monkeypatch):
-    plant(monkeypatch, tmp_path, "late-end:1.5")
+    plant(monkeypatch, tmp_path, "late-end:30")
     run = run_check(tmp_path / "run", "--nproc-per-node", "1", "--exact-kl", "0")
     assert run.failed == {"sampling-law"}
     assert (run.report["verdict"]["status"], run.code) == ("broken", 1)

@@ -229,18 +229,19 @@ def sampling_law(
         "rounding allow"
     )
     exact = look.value(law.ALLOWED_FLOAT32, of_allowed)
+    ended, of_chance = (look.value(what, 0.0) for what in (law.ENDS, law.ENDS_ALLOWED))
+    faults = []
     if min(of_allowed, exact) >= 1.0:
         drawn = "sharper" if surplus > 0 else "flatter"
-        fix = "look at what the sampler adds: temperature, top_k, top_p, penalties, min_tokens"
-        return failed("sampling-law", f"{detail}: tokens are drawn from a {drawn} one", fix)
-    ended, of_chance = (look.value(what, 0.0) for what in (law.ENDS, law.ENDS_ALLOWED))
+        faults.append(f"{detail}: tokens are drawn from a {drawn} one")
     if of_chance >= 1.0:
-        ends = (
-            f"{abs(ended):.0f} end tokens {'too many' if ended > 0 else 'too few'} were drawn, "
+        faults.append(
+            f"{abs(ended):.0f} end tokens too {'many' if ended > 0 else 'few'} were drawn, "
             f"{of_chance:.2g} times what chance and rounding allow"
         )
-        fix = "look at what the sampler does to end tokens: min_tokens, ignore_eos, logit_bias"
-        return failed("sampling-law", f"{ends}; {detail}", fix)
+    if faults:
+        fix = "look at what the sampler adds: temperature, top_k, top_p, penalties, min_tokens"
+        return failed("sampling-law", "; ".join(faults), fix)
     if of_allowed >= 1.0:  # the float32 reference is within
         fix = "look at the trainer's entropies and log-probabilities: mismatch locate"
         return Check("sampling-law", "warning", f"{detail}, by the trainer alone", fix)
