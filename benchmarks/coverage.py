@@ -279,6 +279,20 @@ def table_of_numbers(sizes: list[int], repetitions: int) -> Iterator[str]:
             yield f"| {'' if place else design.name + ' '}| {name} |{cells}"
 
 
+def table_of_others(sizes: list[int], repetitions: int) -> Iterator[str]:
+    """Yield a row per design of readers: percent held at each number of prompts, by number."""
+    names = [name for name in (*designs.NAMES, designs.EXCESS_RATIO) if "_p99" not in name]
+    yield "| design |" + "".join(f" {name} |" for name in names)
+    yield "| --- |" + " ---: |" * len(names)
+    for design in designs.OTHERS:
+        truth = designs.truths(design)
+        found = [numbers(design, n, repetitions, truth) for n in sizes]
+        held = [
+            "/".join(f"{100 * f[n].held / max(f[n].made, 1):.0f}" for f in found) for n in names
+        ]
+        yield f"| {design.name} |" + "".join(f" {cell} |" for cell in held)
+
+
 def table_of_differences(sizes: list[int], repetitions: int) -> Iterator[str]:
     """Yield a row per interval and kind of tails: means, and differences of means."""
     yield f"| {'interval':29} | tails |" + "".join(f" {prompts} prompts |" for prompts in sizes)
@@ -297,6 +311,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[8, 16, 64, 256])
     parser.add_argument("--repeat", type=int, default=400)
     parser.add_argument("--differences", action="store_true", help="their table, printed alone")
+    parser.add_argument("--others", action="store_true", help="designs of readers, printed alone")
     parser.add_argument(
         "--write", action="store_true", help="replace the table of docs/evidence/intervals.md"
     )
@@ -309,16 +324,13 @@ def main() -> None:
         "Where all tokens of a sample share 5 % of a scale, cells are those of *even*.",
         "",
     ]
-    rows = (
-        table_of_differences(args.prompts, args.repeat)
-        if args.differences
-        else table_of_numbers(args.prompts, args.repeat)
-    )
-    for row in rows:
+    table = table_of_differences if args.differences else table_of_numbers
+    table = table_of_others if args.others else table
+    for row in table(args.prompts, args.repeat):
         print(row, flush=True)
         lines.append(row)
     print(f"\n{time.monotonic() - start:.0f} s")
-    if args.write and not args.differences:
+    if args.write and not args.differences and not args.others:
         write(lines)
 
 

@@ -30,7 +30,8 @@ from mismatch.types import (
 
 NO_COLUMN = "not judged"
 TAILS = {"heavy-tail", "heavy-prompts"}
-UNEVEN = ("k3_kl",)  # metrics whose intervals are too short where few prompts carry them
+# Metrics whose intervals are too short where few prompts or tokens carry them.
+UNEVEN = ("k3_kl", "token_mult_prob_error")
 ARMS = 2.0
 EXACT = "exact_kl"
 MORE_TOKENS = 4  # times the exact KL's positions: k3 of one token varies more than the KL there

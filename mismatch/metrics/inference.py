@@ -215,17 +215,28 @@ def wilson(share: float, error: float, z: float) -> Interval:
 def with_unseen(metric: Metric, value: float, interval: Interval, prompts: int) -> Interval:
     """Let the interval of a size reach to where prompts of a kind that was not drawn would put it.
 
-    Of P prompts a kind that makes 1 - 0.05^(1/P) of all is missed one time in twenty; no resample
-    knows of it. It is taken to be ``OTHER_KIND`` times as far off, and that squared where terms are
-    squares of delta.
+    No resample knows of a kind of :func:`missed_share`. It is taken to be ``OTHER_KIND`` times as
+    far off, and that squared where terms are squares of delta, as the variance of weights is.
     """
+    if metric.name == "ess_token" and prompts < KINDS_SEEN and 0 < value < 1:
+        variance = (1.0 / value - 1.0) * (1.0 + (OTHER_KIND**2 - 1.0) * missed_share(prompts))
+        return min(interval[0], 1.0 / (1.0 + variance)), interval[1]
     power = 2 if metric.name.startswith(SQUARES) else POWERS.get(metric.unit, 0)
     size = metric.kind == "mean" and metric.good == "low" and np.isfinite(metric.bounds[0])
     if not size or not power or prompts >= KINDS_SEEN or interval[0] == interval[1]:
         return interval
-    least, missed = metric.bounds[0], 1.0 - 0.05 ** (1.0 / prompts)
-    reach = 1.0 + (OTHER_KIND**power - 1.0) * missed
+    least = metric.bounds[0]
+    reach = 1.0 + (OTHER_KIND**power - 1.0) * missed_share(prompts)
     return interval[0], max(interval[1], least + (value - least) * reach)
+
+
+def missed_share(prompts: int) -> float:
+    """Return the share of all prompts that a kind may have which P prompts miss 1 time in 20.
+
+    >>> [round(1 / missed_share(prompts)) for prompts in (16, 64, 256)]
+    [6, 22, 86]
+    """
+    return float(1.0 - 0.05 ** (1.0 / prompts))
 
 
 def student(freedom: int) -> float:

@@ -12,6 +12,7 @@ from mismatch.analysis.explained import explains, leads
 from mismatch.analysis.results import sentence, sides_at_fault
 from mismatch.errors import in_list
 from mismatch.frameworks import CORRECTING, FRAMEWORKS
+from mismatch.metrics.inference import missed_share
 from mismatch.reports import documentation, summary
 from mismatch.reports.formatting import alike, bound, capital, interval, line, percent, plural, text
 from mismatch.reports.section import Answer, Block, Cell, Cells, Column, Section, Table, status_cell
@@ -217,7 +218,10 @@ def _training(report: Report) -> Iterator[str]:
 
 
 def _sure(report: Report) -> str:
-    """k3 with its interval next to its level, by how many prompts; the fix on held-out prompts."""
+    """k3 with its interval next to its level, by how many prompts; the fix on held-out prompts.
+
+    What no interval knows of is said: kinds of prompts that were not drawn.
+    """
     row = next((row for row in summary.judged_rows(report) if row.metric == K3), None)
     if row is None or row.judgement is None:
         return ""
@@ -227,6 +231,9 @@ def _sure(report: Report) -> str:
         f"healthy up to {bound(row.judgement.healthy)}, unfit beyond {bound(row.judgement.unfit)}; "
         f"{plural(row.estimate.n_prompts, 'prompt')}"
     ]
+    if row.estimate.n_prompts:
+        rarer = round(1 / missed_share(row.estimate.n_prompts))
+        parts[0] += f", which can miss kinds of prompts rarer than 1 in {rarer}"
     table = report.result("fixes")
     if table is not None and table.held_out is not None and table.held_out.confirmed:
         parts.append("the fix is confirmed on held-out prompts")
