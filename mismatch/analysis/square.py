@@ -75,6 +75,8 @@ from mismatch.types import (
 )
 
 FP8_KV = "-fp8kv"
+# In names of vLLM's kernels for MXFP4 experts: those that quantise the activations too.
+NARROW = ("MXFP8", "MXFP4_FP8", "MXFP4_MXFP4", "DEEPGEMM", "DEEP_GEMM")
 FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn", "e4m3")
 LATER_LAYERS = "implementation gap of the engine in later layers"  # what is not tested of it
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of a significand
@@ -142,9 +144,10 @@ def precision_of(facts: SideFacts) -> str | None:
     """
     dtype = short_name(facts.get("autocast")) or short_name(facts.get("dtype"))
     cache, weights = short_name(facts.get("kv_cache_dtype")), short_name(facts.get("quantization"))
-    mxfp8 = facts.get("flashinfer_mxfp4_moe_precision", "bf16") != "bf16"  # of activations
-    mxfp8 = mxfp8 and facts.get("moe_runner_backend") == "flashinfer_mxfp4"
-    if mxfp8 or dtype not in PRECISION or weights not in NOT_QUANTISED | DEQUANTISED:
+    narrow = facts.get("flashinfer_mxfp4_moe_precision", "bf16") != "bf16"  # activations
+    narrow = narrow and facts.get("moe_runner_backend") == "flashinfer_mxfp4"
+    narrow = narrow or any(name in (facts.get("moe_backend") or "") for name in NARROW)
+    if narrow or dtype not in PRECISION or weights not in NOT_QUANTISED | DEQUANTISED:
         return None
     if cache in NOT_QUANTISED:
         return dtype

@@ -37,7 +37,10 @@ FIXES: dict[tuple[str, Side], str] = {
     ("excess", "engine"): "look at the engine's kernels, KV cache and quantisation: mismatch fixes",
     ("excess", "trainer"): "look at the trainer's attention and experts: mismatch kernels",
     ("excess", "other-engine"): "look at the second engine's kernels, KV cache and quantisation",
-    ("excess", "either"): "let the engine run in float32 too: it says whose fault it is",
+    ("excess", "either"): (
+        "a float32 pass of the engine says whose fault it is; where memory lacks room, one of its "
+        "first layers: --layers 2"
+    ),
     ("gap", "either"): (
         "the engine's implementation or the trainer's model code: mismatch locate names the "
         "module; compare weights, rope, window and norm there"

@@ -495,6 +495,7 @@ def test_a_spike_is_cut_alike_on_both_sides() -> None:
 # ---------------------------------------------------------------- passes
 
 
+VLLM = {"dtype": "bf16", "quantization": "mxfp4", "kv_cache_dtype": "bf16"}
 MXFP8 = {
     "dtype": "bf16",
     "quantization": "mxfp4",
@@ -515,6 +516,8 @@ MXFP8 = {
         ({"dtype": "bf16", "quantization": "fp8"}, None),
         (MXFP8 | {"flashinfer_mxfp4_moe_precision": "default"}, None),
         (MXFP8 | {"flashinfer_mxfp4_moe_precision": "bf16"}, "bf16"),
+        (VLLM | {"moe_backend": "TrtLlmExperts (FLASHINFER_TRTLLM_MXFP4_MXFP8)"}, None),
+        (VLLM | {"moe_backend": "TrtLlmExperts (FLASHINFER_TRTLLM_MXFP4_BF16)"}, "bf16"),
         (MXFP8 | {"moe_runner_backend": "triton"}, "bf16"),
         ({"dtype": None}, None),
     ],

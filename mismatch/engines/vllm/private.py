@@ -311,11 +311,16 @@ def moe_layers(model: Any) -> list[tuple[int, Any]]:
 
 
 def kernel_of(moe: Any) -> str:
-    """Return the name of the class or function that computes a MoE layer's experts."""
+    """Return the name of the class or function that computes a MoE layer's experts.
+
+    Of MXFP4 experts also which kernel was chosen: some quantise the activations too.
+    """
     experts = getattr(moe, "routed_experts", moe)  # the layer itself in 0.22
     method = getattr(experts, "quant_method", None)
     chosen = experts_kernel(experts) or getattr(method, "cpu_fused_moe", None)
-    return type(method if chosen is None else chosen).__name__
+    name = type(method if chosen is None else chosen).__name__
+    packed = getattr(getattr(method, "mxfp4_backend", None), "value", None)
+    return f"{name} ({packed})" if packed else name
 
 
 def experts_kernel(experts: Any) -> Any:
