@@ -26,6 +26,7 @@ Bug = Literal[
     "first token early",
     "one late",
     "one early",
+    "one token of context",
 ]
 MODEL = "PLAIN_TRAINER_MODEL"  # environment variable: the checkpoint of the functions
 ROWS = 8  # per forward pass
@@ -56,7 +57,11 @@ def score_rows(
         ids[line, longest - len(row) :] = torch.from_numpy(row)
         real[line, longest - len(row) :] = 1
     mask = {"mask of the other side": real.flip(1), "no mask": None}.get(bug, real)
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    if bug == "one token of context":
+        ids_alone = ids.reshape(-1, 1)
+        logits = model(input_ids=ids_alone).logits.reshape(*ids.shape, -1)[:, :-1]
+    else:
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
     if bug != "16-bit log-softmax":
         logits = logits.float()
     if bug != "no temperature":
@@ -144,7 +149,14 @@ class OneEarly(Plain):
     bug = "one early"
 
 
-CLASSES = (Plain, NoTemperature, OtherSide, NoMask, SixteenBits, FirstEarly, OneLate, OneEarly)
+class OneToken(Plain):
+    bug = "one token of context"
+
+
+CLASSES = (
+    *(Plain, NoTemperature, OtherSide, NoMask, SixteenBits, FirstEarly, OneLate, OneEarly),
+    OneToken,
+)
 
 
 @cache
@@ -173,6 +185,7 @@ sixteen_bits = partial(_function, bug="16-bit log-softmax")
 first_early = partial(_function, bug="first token early")
 one_late = partial(_function, bug="one late")
 one_early = partial(_function, bug="one early")
+one_token = partial(_function, bug="one token of context")
 
 NAMES: dict[str, dict[Bug, str]] = {  # of the classes and the functions above, as --scorer has them
     "class": {each.bug: each.__name__ for each in CLASSES},
@@ -185,5 +198,6 @@ NAMES: dict[str, dict[Bug, str]] = {  # of the classes and the functions above, 
         "first token early": "first_early",
         "one late": "one_late",
         "one early": "one_early",
+        "one token of context": "one_token",
     },
 }

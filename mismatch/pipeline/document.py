@@ -14,6 +14,7 @@ from typing import Any
 from mismatch.analysis.levels import exit_code, fails_on
 from mismatch.analysis.plugins import analyses
 from mismatch.analysis.results import sides_at_fault
+from mismatch.analysis.validity import Validity, validity
 from mismatch.codec import Misfit, fields_of, from_json, refused, schema_of, to_json
 from mismatch.metrics import METRICS
 from mismatch.types import Check, Comparison, NotTested, Report, SidePair, Status, Verdict
@@ -55,6 +56,7 @@ def schema() -> dict[str, Any]:
             "schema": {"const": SCHEMA},
             "headline": schema_of(Headline, definitions),
             "next": {"type": "array", "items": {"type": "string"}},
+            "validity": schema_of(tuple[Validity, ...], definitions),
             **properties,
         },
         "required": ["schema", "headline", *FIELDS],
@@ -149,6 +151,7 @@ def report_to_json(report: Report, next_steps: Sequence[str] = ()) -> dict[str, 
         "schema": SCHEMA,
         "headline": to_json(headline_of(report)),
         "next": list(next_steps),
+        "validity": to_json(list(validity(report))),
         **{key: to_json(getattr(report, key)) for key in FIELDS},
     }
     document["fingerprints"] = {
@@ -190,6 +193,7 @@ def report_from_json(document: Any) -> Report:
             raise Misfit("field 'headline' is missing")
         from_json(Headline, fields["headline"], "headline")  # computed again, but it must be right
         from_json(list[str], fields.get("next", []), "next")
+        from_json(list[Validity], fields.get("validity", []), "validity")
         results = {analysis.id: analysis.read(fields) for analysis in analyses()}
         return Report(
             **values,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from mismatch.models import resolve_model
@@ -163,6 +164,48 @@ def assert_named(report: dict[str, Any], bug: Bug) -> None:
     if first["status"] == "confirmed":
         assert f"({first['id']}, confirmed" in report["verdict"]["reason"]
         assert report["next"][0].startswith(f"Fix {first['id']}: ")
+
+
+VOID = {
+    "no temperature": "temperature, cuts and penalties",
+    "one late": "prompts and positions",
+    "one early": "prompts and positions",
+    "one token of context": "prompts and positions",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+@pytest.mark.parametrize("bug", VOID)
+def test_a_void_comparison_is_refuted_by_name(scored: Scored, tmp_path: Path, bug: Bug) -> None:
+    """Numbers of two sides that do not score the same thing mean nothing, whatever they are."""
+    report = by_trainer(scored(), tmp_path / "run", "function", bug)
+    points = {point["what"]: point for point in report["validity"]}
+    assert points[VOID[bug]]["standing"] == "refuted"
+    assert points["token ids"]["standing"] == "proven"
+    assert report["verdict"]["status"] == "broken"
+    shown = mismatch("report", tmp_path / "run").stdout
+    assert VOID[bug] in shown[: shown.index("mean |delta|")]
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+def test_the_engines_own_numbers_are_no_second_computation(tmp_path: Path) -> None:
+    run, how = tmp_path / "run", ("--engine", "transformers", *SIZE)
+    assert mismatch("rollout", "--model", MODEL, *how, "--out", run).returncode == 0
+    engine, table = store.load_scoring(run, "transformers:decode").logprobs, tmp_path / "t.parquet"
+    assert mismatch("tokens", run, table).returncode == 0
+    rows = pd.read_parquet(table)
+    ends = np.cumsum([int(np.sum(mask)) for mask in rows.action_mask])
+    rows["logprobs"] = np.split(engine, ends[:-1])
+    rows.to_parquet(table)
+    done = mismatch("score", run, "--scorer", "file", "--scorer-config", table)
+    assert done.returncode == 0, done.stderr
+    assert mismatch("compare", run).returncode == 1
+    report = json.loads((run / "report.json").read_text())
+    assert report["verdict"]["status"] == "inconclusive"
+    assert report["validity"][-1]["standing"] == "not proven"
+    assert "copied" in report["validity"][-1]["how"]
 
 
 def assert_clean(report: dict[str, Any]) -> None:

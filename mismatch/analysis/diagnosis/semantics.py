@@ -41,6 +41,7 @@ from mismatch.attempts import Attempts
 from mismatch.types import Check, Estimate, NotTested, Rollout, Scoring
 
 WEAK = 0.5  # two scorings of the same tokens correlate above this, or something is wrong
+UNRELATED, FAR_APART = 0.2, 0.5  # below that correlation, beyond that mean |delta| in nats
 POSSIBLE = 0.75  # of what chance allows; beyond it at least three standard errors: 1 run in 300
 ONE_SIDED = 0.99  # of |delta|: no token is likelier on the side that kept the whole distribution
 ROUNDING = 1e-6  # a float32 log_softmax may end this far above zero
@@ -142,6 +143,9 @@ def alignment(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         return failed("alignment", detail, "logits at t - 1 predict token t: fix the index")
     if at_zero < WEAK:
         detail = f"correlation only {at_zero:.3f} at lag 0, and no better at another lag"
+        if at_zero < UNRELATED and float(np.abs(right.logprobs - left.logprobs).mean()) > FAR_APART:
+            said = f"the sides do not score the same tokens after the same context: {detail}"
+            return failed("alignment", said, "look for cut inputs, shuffled rows or other weights")
         return Check("alignment", "warning", detail, "look for shuffled rows or other weights")
     return Check("alignment", "passed", f"best lag 0 (correlation {at_zero:.4f})")
 

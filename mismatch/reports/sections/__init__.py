@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mismatch.analysis import plugins
+from mismatch.analysis.validity import in_words, validity
 from mismatch.attempts import Attempts
 from mismatch.plugins import load
 from mismatch.reports import summary
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 Sections = Section | tuple[Section, ...] | None
 # Chapters in their order: id, title, the sections in each.
 CHAPTERS = (
-    ("normal-or-not", "Is this normal?", ("headline", "noise", "two_passes", "exact")),
+    ("normal-or-not", "Is this normal?", ("valid", "headline", "noise", "two_passes", "exact")),
     ("place", "Where does it sit?", ("tokens", "breakdowns")),
     ("why", "Why?", ("causes", "square", "long_sequence", "explain", "variants")),
     ("helps", "What helps?", ("fixes",)),
@@ -36,6 +37,7 @@ CHAPTERS = (
 )
 # Of a report, its tokens (None: there is no table of them) and the framework that was asked for.
 OF_REPORT: dict[str, Callable[[Report, pd.DataFrame | None, str | None], Sections]] = {
+    "valid": lambda report, *_: headline.valid(report),
     "headline": lambda report, tokens, framework: headline.section(report, framework),
     "noise": lambda report, *_: noise.section(report),
     "exact": lambda report, *_: passes.exact(report),
@@ -86,6 +88,7 @@ def page(
             *(line(check.detail) for check in report.checks if check.id == "whole-model"),
             f"{summary.size(report)}; levels for {report.verdict.levels}",
             *summary.trainer_code(report),
+            in_words(validity(report)),
         ),
         sections=tuple(shown),
         lead=attempts.make("lead", headline.lead, report, otherwise=""),

@@ -10,12 +10,23 @@ from mismatch.analysis.catalogue import catalogue, title_of
 from mismatch.analysis.cause_results import DIFFER, LITTLE, MODULE, place_of
 from mismatch.analysis.explained import explains, leads
 from mismatch.analysis.results import sentence, sides_at_fault
+from mismatch.analysis.validity import in_words, validity
 from mismatch.errors import in_list
 from mismatch.frameworks import CORRECTING, FRAMEWORKS
 from mismatch.metrics.inference import missed_share
 from mismatch.reports import documentation, summary
 from mismatch.reports.formatting import alike, bound, capital, interval, line, percent, plural, text
-from mismatch.reports.section import Answer, Block, Cell, Cells, Column, Section, Table, status_cell
+from mismatch.reports.section import (
+    Answer,
+    Block,
+    Cell,
+    Cells,
+    Column,
+    Section,
+    Table,
+    Tone,
+    status_cell,
+)
 from mismatch.reports.sections import noise
 from mismatch.reports.summary import Row
 from mismatch.types import Check, Report
@@ -259,12 +270,30 @@ COLUMNS = (
         "level", text, of=lambda row: status_cell(row.judgement.status) if row.judgement else ""
     ),
 )
+STANDINGS: dict[str, Tone] = {"proven": "healthy", "not proven": "warn", "refuted": "critical"}
+VALID = (
+    Column("the same", text),
+    Column("standing", text),
+    Column("by these checks; or what would prove it", text, priority=1),
+)
 NAMES = (
     Column("metric", text),
     Column("value", priority=1),
     Column("name there", text),
     Column("same number", text),
 )
+
+
+def valid(report: Report) -> Section:
+    """Return what both sides have in common, and how that is known."""
+    rows: list[Cells] = []
+    for each in validity(report):
+        cell = Cell(each.standing, STANDINGS[each.standing])
+        rows.append((each.what, cell, ", ".join(each.by) or each.how))
+    lead = "A difference means something where both sides have these in common."
+    title = "Is the comparison valid?"
+    short = in_words(validity(report))
+    return Section("valid", title, lead, short=short, tables=[Table(VALID, rows)], folded=False)
 
 
 def section(report: Report, framework: str | None) -> Section | None:

@@ -1,0 +1,142 @@
+"""Is the comparison valid? What has to be equal on both sides before a difference means anything.
+
+Each point is *proven* by checks that passed, *refuted* by one that failed, or *not proven*, with
+what would prove it. A refuted point makes every number of the comparison void: it is what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mismatch.types import Report
+
+Standing = Literal["proven", "not proven", "refuted"]
+GAPS = ("implementation-gap", "implementation-gap-trainer")
+IN_FLOAT32 = "a float32 pass of both sides, as mismatch check makes it"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Something that both sides must have in common.
+
+    Attributes:
+        what: ends the sentence "both sides have the same …".
+        refuted_by: checks; one that failed is enough.
+        proven_by: groups of checks; one whose members all passed is enough.
+        how: what would prove it.
+    """
+
+    what: str
+    refuted_by: tuple[str, ...]
+    proven_by: tuple[tuple[str, ...], ...]
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Validity:
+    """What a run knows of one point.
+
+    Attributes:
+        by: the checks that decide, in their order.
+        how: what would prove it, where nothing decides.
+    """
+
+    what: str
+    standing: Standing
+    by: tuple[str, ...] = ()
+    how: str = ""
+
+
+POINTS = (
+    Point(
+        "token ids",
+        ("same-token-ids", "passes-answered"),
+        (("same-token-ids",),),
+        "ids from both sides: record or return them next to the log-probabilities",
+    ),
+    Point(
+        "prompts and positions",
+        ("alignment", "turns"),
+        (("alignment", "turns"), ("alignment", *GAPS)),
+        "log-probabilities that follow each other from token to token, of more tokens",
+    ),
+    Point(
+        "weights",
+        ("weights-as-loaded",),
+        (("weights-as-loaded",), GAPS),
+        f"digests by value from both sides, or {IN_FLOAT32}",
+    ),
+    Point(
+        "temperature, cuts and penalties",
+        ("temperature", "truncation", "sampling-parameters", "sampling-law"),
+        (
+            ("temperature", "truncation", "sampling-parameters"),
+            ("temperature", "truncation", *GAPS),
+        ),
+        "the sampling parameters of the run, and entropies of the trainer",
+    ),
+    Point(
+        "vocabulary and its padding",
+        (),
+        (GAPS, ("exact-kl",)),
+        f"{IN_FLOAT32}, or whole distributions: --exact-kl",
+    ),
+    Point(
+        "tokens that count",
+        ("special-tokens", "turns"),
+        (("special-tokens", "turns"), ("sampling-parameters", "turns")),
+        "the mask of the sampled tokens, with their end tokens",
+    ),
+)
+
+
+def validity(report: Report) -> tuple[Validity, ...]:
+    """Return what the checks of a report say of each point.
+
+    Equal bits in every token are no proof: one side's numbers may be a copy of the other's.
+    """
+    status = {check.id: check.status for check in report.checks}
+    found = [_judged(point, status) for point in POINTS]
+    metrics = report.comparisons[0].metrics if report.comparisons else {}
+    largest = metrics.get("logprob_abs_diff_max")
+    if largest is not None and largest.value == 0.0:
+        how = "every token has equal bits on both sides: look whether one was copied"
+        found.append(Validity("tokens computed twice", "not proven", how=how))
+    return tuple(found)
+
+
+def _judged(point: Point, status: Mapping[str, str]) -> Validity:
+    failed = tuple(id for id in point.refuted_by if status.get(id) == "failed")
+    if failed:
+        return Validity(point.what, "refuted", failed)
+    for group in point.proven_by:
+        if all(status.get(id) == "passed" for id in group):
+            return Validity(point.what, "proven", group)
+    return Validity(point.what, "not proven", how=point.how)
+
+
+def in_words(found: Sequence[Validity]) -> str:
+    """Return one line: what is refuted or not proven first; what is proven is counted.
+
+    >>> in_words([Validity("weights", "proven"), Validity("token ids", "refuted", ("x",))])
+    'comparison: void, the sides do not have the same token ids'
+    >>> in_words([Validity("weights", "proven"), Validity("token ids", "not proven")])
+    'comparison: not proven to have the same token ids; 1 of 2 points proven'
+    >>> in_words([Validity("weights", "proven")])
+    'comparison: valid, all 1 points proven'
+    """
+    named = {
+        standing: ", ".join(each.what for each in found if each.standing == standing)
+        for standing in ("proven", "not proven", "refuted")
+    }
+    if named["refuted"]:
+        return f"comparison: void, the sides do not have the same {named['refuted']}"
+    if named["not proven"]:
+        proven = sum(each.standing == "proven" for each in found)
+        return (
+            f"comparison: not proven to have the same {named['not proven']}; "
+            f"{proven} of {len(found)} points proven"
+        )
+    return f"comparison: valid, all {len(found)} points proven"

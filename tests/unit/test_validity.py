@@ -1,0 +1,62 @@
+"""Whether a comparison is valid: what checks prove, refute, or leave open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mismatch.analysis.validity import GAPS, POINTS, in_words, validity
+from mismatch.types import Check, CheckStatus, Report
+from tests.reports_fixture import make_report
+
+IDS = sorted({id for point in POINTS for id in (*point.refuted_by, *sum(point.proven_by, ()))})
+
+
+def report_of(default: CheckStatus, **status: CheckStatus) -> Report:
+    given = {name.replace("_", "-"): value for name, value in status.items()}
+    checks = tuple(Check(id, given.get(id, default), "") for id in IDS)
+    return replace(make_report(), checks=checks)
+
+
+def standings(report: Report) -> dict[str, Any]:
+    return {each.what: each.standing for each in validity(report)}
+
+
+def test_checks_that_passed_prove_every_point() -> None:
+    assert set(standings(report_of("passed")).values()) == {"proven"}
+
+
+@pytest.mark.parametrize("status", ["not_tested", "warning", "inconclusive"])
+def test_what_was_not_decided_proves_nothing_and_says_what_would(status: CheckStatus) -> None:
+    found = validity(report_of(status))
+    assert {each.standing for each in found} == {"not proven"}
+    assert all(each.how and not each.by for each in found)
+
+
+@pytest.mark.parametrize(("point", "check"), [(p.what, id) for p in POINTS for id in p.refuted_by])
+def test_one_failed_check_refutes_its_points_whatever_passed(point: str, check: str) -> None:
+    report = report_of("passed", **{check: "failed"})
+    found = next(each for each in validity(report) if each.what == point)
+    assert (found.standing, found.by) == ("refuted", (check,))
+    assert point in in_words(validity(report))
+
+
+def test_two_gaps_in_float32_prove_weights_and_vocabulary_of_a_server() -> None:
+    """Its digests are not known; equal values of one function in float32 are."""
+    report = report_of("not_tested", **dict.fromkeys(GAPS, "passed"))
+    assert standings(report)["weights"] == "proven"
+    assert standings(report)["vocabulary and its padding"] == "proven"
+    half = report_of("not_tested", **{GAPS[0]: "passed"})
+    assert standings(half)["weights"] == "not proven"
+
+
+def test_equal_bits_in_every_token_are_no_proof_of_two_computations() -> None:
+    report = report_of("passed")
+    first = report.comparisons[0]
+    largest = replace(first.metrics["k3_kl"], value=0.0)
+    same = replace(first, metrics={**first.metrics, "logprob_abs_diff_max": largest})
+    copied = replace(report, comparisons=(same, *report.comparisons[1:]))
+    assert standings(copied)["tokens computed twice"] == "not proven"
+    assert "tokens computed twice" not in standings(report)
