@@ -35,6 +35,7 @@ from mismatch.types import Estimate  # noqa: E402
 AS_EVEN = "common part"  # its cells differ from those of "even" by 4 points at most
 MOSTLY_WITHHELD = "logprob_abs_diff_p999"
 PAGE = ROOT / "docs" / "evidence" / "intervals.md"
+ENDLESS = ("k3_kl", "token_mult_prob_error")  # means of exponentials
 MARKS = ("<!-- coverage -->", "<!-- end of coverage -->")
 SCALE, BY_PROMPT, BY_SAMPLE = 0.05, 0.3, 0.2
 SAMPLES, TOKENS = 4, 20
@@ -225,6 +226,11 @@ class Held:
     bare: int
     repetitions: int
 
+    @property
+    def share(self) -> str:
+        """Percent of the intervals that hold the truth."""
+        return f"{100 * self.held / max(self.made, 1):.0f}"
+
     def cell(self) -> str:
         """Of the intervals: percent that hold the truth, and that warn if not all do; withheld."""
         withheld = 100 * (1.0 - self.made / self.repetitions)
@@ -287,10 +293,12 @@ def table_of_others(sizes: list[int], repetitions: int) -> Iterator[str]:
     for design in designs.OTHERS:
         truth = designs.truths(design)
         found = [numbers(design, n, repetitions, truth) for n in sizes]
-        held = [
-            "/".join(f"{100 * f[n].held / max(f[n].made, 1):.0f}" for f in found) for n in names
+        endless = design.freedom or design.spike_freedom  # E exp |delta| is infinite
+        cells = [
+            "–" if endless and name in ENDLESS else "/".join(each[name].share for each in found)
+            for name in names
         ]
-        yield f"| {design.name} |" + "".join(f" {cell} |" for cell in held)
+        yield f"| {design.name} |" + "".join(f" {cell} |" for cell in cells)
 
 
 def table_of_differences(sizes: list[int], repetitions: int) -> Iterator[str]:
