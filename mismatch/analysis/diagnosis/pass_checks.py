@@ -34,8 +34,8 @@ SELF = (REPEATED, REGROUPED, ALONE, GRAD, NEW)
 # (verl#6280) has 5.6 % of Qwen3-1.7B's tokens outside [0.9, 1.1] between batches of 1 and of 8.
 CLIPPED = (1e-3, 1e-2)  # share of tokens that PPO would clip: no warning, no failure below it
 APART = 2.0  # times the headline's share
-# Times the headline's mean |delta|. Noise that each pass draws anew is in it once, and twice in the
-# distance of two passes of one side: that reaches 1.41 times the headline, and never twice.
+# Times the headline's mean |delta|. Random noise is in the headline once, and twice in the distance
+# of two passes of one side: that distance reaches 1.41 times the headline, and never twice.
 FARTHER = 1.1
 NEAR, FAR = 1e-4, 0.08  # nats under which that is no warning, no failure (unfit, by levels.toml)
 AGREEMENT = "trainer-self-agreement"
