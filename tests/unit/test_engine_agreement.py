@@ -14,6 +14,8 @@ from mismatch.types import Check
 from .test_sampling_law import PROMPTS, RESPONSE, SAMPLES, pair
 
 ROLLOUT, DECODE, TRAIN = pair(0)
+_rounded = np.random.default_rng(9).normal(0.0, 4e-3, len(TRAIN.logprobs))
+REGROUPED = replace(TRAIN, name="fsdp:regrouped", logprobs=TRAIN.logprobs + _rounded)
 TOKENS = len(DECODE.logprobs)
 OF_PROMPT = SAMPLES * RESPONSE
 Move = Callable[[np.ndarray, np.random.Generator], None]
@@ -24,7 +26,8 @@ def judged(move: Move, seed: int = 1) -> Check:
     values = DECODE.logprobs.copy()
     move(values, np.random.default_rng(seed))
     moved = replace(DECODE, logprobs=np.minimum(values, 0.0))
-    return engine_agreement(ROLLOUT, moved, replace(DECODE, name="vllm:prefill"), TRAIN)
+    prefill = replace(DECODE, name="vllm:prefill")
+    return engine_agreement(ROLLOUT, moved, prefill, TRAIN, REGROUPED)
 
 
 def tokens(prompts: int, each: int, nats: float) -> Move:
@@ -113,3 +116,50 @@ def test_equal_passes_and_those_that_round_in_other_batches_pass(move: Move) -> 
 
 def test_experts_that_change_places_by_rounding_are_no_fault() -> None:
     assert judged(with_flips).status == "passed"
+
+
+# ---------------------------------------------------------------- where all tokens differ
+
+
+def both(*moves: Move) -> Move:
+    def move(values: np.ndarray, rng: np.random.Generator) -> None:
+        for each in moves:
+            each(values, rng)
+
+    return move
+
+
+@pytest.mark.parametrize(
+    ("prompts", "each", "nats"), [(1, 3, 1.0), (3, 1, 1.0), (9, 4, 0.5), (9, 10, 0.3)]
+)
+def test_tokens_beyond_all_that_rounding_moves_fail_where_all_differ(
+    prompts: int, each: int, nats: float
+) -> None:
+    check = judged(both(rounding(1.0), tokens(prompts, each, nats)))
+    assert check.status == "failed"
+    assert f"{prompts * each} far beyond" in check.detail
+
+
+def test_more_tokens_than_rounding_moves_warn_though_none_is_far() -> None:
+    assert judged(both(rounding(1.0), tokens(5, OF_PROMPT, 0.015))).status == "warning"
+
+
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_tails_of_rounding_are_no_fault_where_all_differ(share: float) -> None:
+    """Heavy ones too: the trainer's own passes have them."""
+
+    def tails(rng: np.random.Generator, size: int) -> np.ndarray:
+        return np.asarray(3e-3 * rng.standard_t(2.5, size))
+
+    found = []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        moved = np.where(rng.random(TOKENS) < share, tails(rng, TOKENS), 0.0)
+        sides = [
+            replace(side, logprobs=np.minimum(side.logprobs + tails(rng, TOKENS), -2e-4))
+            for side in (TRAIN, REGROUPED)
+        ]
+        decode = replace(DECODE, logprobs=np.minimum(DECODE.logprobs + moved, -2e-4))
+        prefill = replace(DECODE, name="vllm:prefill")
+        found.append(engine_agreement(ROLLOUT, decode, prefill, *sides).status)
+    assert set(found) == {"passed"}

@@ -45,6 +45,9 @@ AGREEMENT = "trainer-self-agreement"
 # hundredth of what engine and trainer differ by.
 MOST_UNEQUAL, FAR_QUANTILE, FAR_SHARE = 0.1, 0.99, 0.5
 FEW_TOKENS, FEW_PROMPTS = 3, 2  # from which on they fail
+# Where they differ everywhere: times the largest distance that rounding makes in a token; times as
+# many tokens beyond its hundredth, where chance makes as many in one run of 10^5. Our judgement.
+MOST_TIMES, MOST_OFTEN, CHANCE = 3.0, 2.0, 1e-5
 CERTAIN = -1e-4  # nats, above which a log-probability has no digits to differ in
 IN_OTHERS = {"regrouped": ", in other micro-batches", "grad": ", with gradients"}
 ORDER = ("passed", "warning", "failed")
@@ -61,12 +64,13 @@ def pass_checks(
     """Return all of them, on scorings of which ``decode`` and ``train`` passed the input checks."""
     sound, _ = by_finiteness(scorings)
     prefill = sound.get(decode.name.replace(":decode", ":prefill"))
+    again = decode, prefill, train, sound.get(REGROUPED)
     return attempts.checks(
         (enough_data, rollout),
         (passes_finite, decode, scorings),
         (turns_agree, rollout, decode, train, sound),
         (trainer_agreement, rollout, decode, train, sound),
-        *([] if prefill is None else [(engine_agreement, rollout, decode, prefill, train)]),
+        *([] if prefill is None else [(engine_agreement, rollout, *again)]),
     )
 
 
@@ -235,11 +239,18 @@ def _agreement(
     return Check(AGREEMENT, "passed", detail)
 
 
-def engine_agreement(rollout: Rollout, decode: Scoring, prefill: Scoring, train: Scoring) -> Check:
+def engine_agreement(
+    rollout: Rollout,
+    decode: Scoring,
+    prefill: Scoring,
+    train: Scoring,
+    regrouped: Scoring | None = None,
+) -> Check:
     """Compare what the engine said while sampling with what it says of the tokens read at once.
 
     Args:
         train: whose distance from ``prefill`` is the measure of what rounding moves.
+        regrouped: the trainer in other micro-batches, which is another such measure.
     """
     if decode.fingerprint.get("logprobs_penalised"):
         return Check("engine-self-agreement", "not_tested", "prefill has no repetition penalty")
@@ -266,6 +277,26 @@ def engine_agreement(rollout: Rollout, decode: Scoring, prefill: Scoring, train:
         f"decode against prefill: {clipped.value:.3g} of the tokens lie beyond PPO's clip range, "
         f"mean |delta| {mean.value:.3g} nats"
     )
+    if not few_unequal and len(apart):
+        from scipy.stats import binom
+
+        # Rounding moves all of them: by how much, token by token?
+        other = regrouped or train
+        usual = np.maximum(apart, np.abs(other.logprobs - train.logprobs)[open_])
+        beyond = rollout.actions[open_ & (moved > max(NEAR, MOST_TIMES * float(usual.max())))]
+        level = max(NEAR, float(np.quantile(usual, FAR_QUANTILE)))
+        decoded, usually = (int((sizes > level).sum()) for sizes in (moved[open_], usual))
+        often = decoded >= MOST_OFTEN * max(1, usually)
+        more = f"; {decoded} tokens lie beyond {level:.2g} nats, by rounding alone {usually}"
+        fix = "look at the KV cache, prefix caching, and requests that are preempted and resumed"
+        if len(beyond) >= FEW_TOKENS:
+            where = int(rollout.sequence_of_token[beyond[0]])
+            said = (
+                f"{detail}{more}; {len(beyond)} far beyond all of these, from sequence {where} on"
+            )
+            return failed("engine-self-agreement", said, fix)
+        if often and binom.sf(decoded - 1, decoded + usually, 0.5) <= CHANCE:
+            return Check("engine-self-agreement", "warning", detail + more, fix)
     if (clipped.value if clipped.low is None else clipped.low) > CLIPPED[1]:
         fix = "look at the KV cache's dtype, prefix caching and the engine's batch invariance"
         return Check("engine-self-agreement", "warning", detail, fix)
