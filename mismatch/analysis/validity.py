@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mismatch.errors import in_list
 from mismatch.types import Report
 
 Standing = Literal["proven", "not proven", "refuted"]
 GAPS = ("implementation-gap", "implementation-gap-trainer")
+NAMED = 2  # points that one line names
 IN_FLOAT32 = "a float32 pass of both sides, as mismatch check makes it"
 
 
@@ -118,25 +120,16 @@ def _judged(point: Point, status: Mapping[str, str]) -> Validity:
 
 
 def in_words(found: Sequence[Validity]) -> str:
-    """Return one line: what is refuted or not proven first; what is proven is counted.
+    """Return one line: what is refuted, else what is not proven.
 
     >>> in_words([Validity("weights", "proven"), Validity("token ids", "refuted", ("x",))])
     'comparison: void, the sides do not have the same token ids'
     >>> in_words([Validity("weights", "proven"), Validity("token ids", "not proven")])
-    'comparison: not proven to have the same token ids; 1 of 2 points proven'
+    'comparison: not proven to have the same token ids'
     >>> in_words([Validity("weights", "proven")])
     'comparison: valid, all 1 points proven'
     """
-    named = {
-        standing: ", ".join(each.what for each in found if each.standing == standing)
-        for standing in ("proven", "not proven", "refuted")
-    }
-    if named["refuted"]:
-        return f"comparison: void, the sides do not have the same {named['refuted']}"
-    if named["not proven"]:
-        proven = sum(each.standing == "proven" for each in found)
-        return (
-            f"comparison: not proven to have the same {named['not proven']}; "
-            f"{proven} of {len(found)} points proven"
-        )
+    for standing, words in (("refuted", "void, the sides do not"), ("not proven", "not proven to")):
+        if named := [each.what for each in found if each.standing == standing]:
+            return f"comparison: {words} have the same {in_list(named, NAMED)}"
     return f"comparison: valid, all {len(found)} points proven"

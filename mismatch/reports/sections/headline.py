@@ -244,7 +244,7 @@ def _sure(report: Report) -> str:
     ]
     if row.estimate.n_prompts:
         rarer = round(1 / missed_share(row.estimate.n_prompts))
-        parts[0] += f", which can miss kinds of prompts rarer than 1 in {rarer}"
+        parts[0] += f" (kinds rarer than 1 in {rarer} may be missing)"
     table = report.result("fixes")
     if table is not None and table.held_out is not None and table.held_out.confirmed:
         parts.append("the fix is confirmed on held-out prompts")
