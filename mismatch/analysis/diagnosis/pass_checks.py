@@ -250,7 +250,7 @@ def engine_agreement(
 
     Args:
         train: whose distance from ``prefill`` is the measure of what rounding moves.
-        regrouped: the trainer in other micro-batches, which is another such measure.
+        regrouped: the trainer in other micro-batches: a second measure of it.
     """
     if decode.fingerprint.get("logprobs_penalised"):
         return Check("engine-self-agreement", "not_tested", "prefill has no repetition penalty")
