@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -135,24 +134,6 @@ def seal(spec: bytes) -> str:
     except (OSError, RuntimeError):  # no home, or one that cannot be written
         return ""
     return hmac.new(key, spec, "sha256").hexdigest() if len(key) == KEY_BYTES else ""
-
-
-def may_name_code(name: str, value: Any) -> bool:
-    """Return whether an engine argument of a file could name a module, a file or a command.
-
-    Engines load classes (``worker_cls``), plug-ins and connectors by names. Numbers, switches
-    and single words (``fp8``, ``FLASH_ATTN``) are choices, also within mappings and lists.
-
-    >>> may_name_code("worker_cls", "evil.Worker"), may_name_code("kv_cache_dtype", "fp8_e4m3")
-    (True, False)
-    """
-    if "module" in name or "trust_remote_code" in name:
-        return bool(value)
-    if isinstance(value, dict):
-        return any(may_name_code(str(key), part) for key, part in value.items())
-    if isinstance(value, list | tuple):
-        return any(may_name_code(name, part) for part in value)
-    return isinstance(value, str) and re.fullmatch(r"[\w-]*", value) is None
 
 
 def code_of(spec: CheckSpec) -> Iterator[str]:
