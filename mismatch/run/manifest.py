@@ -166,9 +166,7 @@ def entries(run_dir: Path | str) -> dict[str, Entry]:
         fault = f"{path} cannot be read: {error}"
         fix = "delete it to read the artefacts unverified, or make the run again"
         raise MismatchError(fault, fix) from error
-    if schema != SCHEMA:
-        fault = f"{path} has schema {schema}, this version reads {SCHEMA}"
-        raise MismatchError(fault, "read the run with the version of mismatch that made it")
+    require_schema(path, schema, SCHEMA)
     recorded: dict[str, Entry] = artefacts
     return recorded
 

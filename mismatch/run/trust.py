@@ -1,8 +1,8 @@
 """What of a stored spec is taken only from the command line, or after ``--trust-run``.
 
-A run directory is data: ``spec.json`` of a copied run is as foreign as any file. Every field of
-every spec stands in one of two tables here (tests/cli/test_trust.py holds that). What is in
+A run directory is data: ``spec.json`` of a copied run is as foreign as any file. What is in
 :data:`NEEDS_TRUST` could run code, send something to a host, or read a file to send it there.
+tests/cli/test_trust.py lists all other fields of every spec, so that none is forgotten.
 """
 
 from __future__ import annotations
@@ -73,29 +73,6 @@ NEEDS_TRUST: dict[type, dict[str, Rule]] = {
         "accelerate_config": _if_set("the configuration {} (--accelerate-config)"),
         "trust_remote_code": _if_set("code of the trainer's model (--trust-remote-code)"),
     },
-}
-
-
-# All other fields: numbers, choices, switches, names of columns, and models and revisions, whose
-# files are read as data.
-DATA: dict[type, frozenset[str]] = {
-    spec: frozenset(names.split())
-    for spec, names in {
-        CheckSpec: "rollout train nproc_per_node noise_floor context_length seed preset "
-        "not_reproduced quick two_passes weights_effect inject fixes budget_minutes verdict "
-        "explain overlap extras",
-        RolloutSpec: "engine prompts sampling exact_kl exact_kl_top_k",
-        Sampling: "temperature top_p top_k min_p repetition_penalty max_tokens samples_per_prompt "
-        "seed",
-        EngineSpec: "engine model revision dtype tensor_parallel_size max_model_len "
-        "gpu_memory_utilization routing prefill layers adapter adapter_as weights served_model "
-        "server_concurrency server_timeout_s",
-        PromptSpec: "task num_prompts seed dataset_config dataset_split prompt_column "
-        "answer_column max_turns max_observation_tokens",
-        TrainSpec: "model revision dtype master_dtype offload autocast head_dtype router_dtype "
-        "micro_batch_tokens layout sequence_parallel grad routing temperature_in logprobs_dtype "
-        "layers adapter weights replay_routing replay_source inject inject_seed",
-    }.items()
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mismatch.run import manifest
 from tests import frozen
 from tests.command import mismatch
 
@@ -35,6 +36,26 @@ def test_a_saved_run_is_judged_as_it_was(name: str, tmp_path: Path) -> None:
     done = mismatch("compare", run, "--quiet")
     assert done.returncode in (0, 1), done.stderr
     assert differences(was, frozen.report_of(run)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in frozen.RUNS if name != "recorded"])
+def test_resuming_a_complete_run_starts_nothing(name: str, tmp_path: Path) -> None:
+    run = frozen.unpack(name, tmp_path)
+    file = run / manifest.NAME
+    document = json.loads(file.read_text())
+    for entry in document["artefacts"].values():
+        entry.pop("made_with", None)  # of the machine that made it
+    file.write_text(json.dumps(document))
+    gone = "http://127.0.0.1:9"  # nobody listens there
+    command = [gone if word == "URL" else word for word in frozen.RUNS[name]]
+    was = json.loads((run / "report.json").read_text())
+    done = mismatch(*command, "--resume", run, "--quiet", timeout=300)
+    report = json.loads((run / "report.json").read_text())
+    assert done.returncode == report["headline"]["exit_code"], done.stderr
+    assert report["verdict"] == was["verdict"]
+    assert not (run / "jobs").exists()
+    assert not (run / "logs").exists()
 
 
 def test_a_changed_number_shows(tmp_path: Path) -> None:
