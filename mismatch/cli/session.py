@@ -73,7 +73,7 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
 def needs_no_server(flags: Flags, spec: CheckSpec) -> bool:
     """Return whether ``--resume RUN`` has all that servers give, which may be gone by now."""
     engine = spec.rollout.engine
-    if not engine.servers or flags["resume"] in (None, NEWEST):
+    if not engine.servers or spec.explain or flags["resume"] in (None, NEWEST):
         return False
     asked = Path(flags["resume"]), spec.rollout, own_python(engine)
     return rollout_done(*asked) and (not engine.prefill or rescored(*asked))
