@@ -44,7 +44,7 @@ def check(flags: Flags) -> int:
     if flags["gpus"] or flags["as_json"]:
         raise MismatchError("--gpus and --json belong to a plan", "add --dry-run")
     spec = placed(spec)
-    preflight(spec)
+    preflight(spec, engine=not session.needs_no_server(flags, spec))
     room = session.room_for(spec, flags["force"])
     run_dir = session.open_run("check", spec, flags)
     narrator = session.narrator()

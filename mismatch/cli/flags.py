@@ -192,17 +192,11 @@ def _fields(spec: type) -> Mapping[str, tuple[Option, bool]]:
         kind, *notes = get_args(hints[field.name]) or (None,)
         for note in notes:
             if isinstance(note, Flag):
-                same = note.kind is None
-                option = Option(
-                    name=note.name or field.name,
-                    kind=kind if same else note.kind,
-                    default=field.default if same else None,
-                    panel=note.panel,
-                    help=note.help,
-                    range=note.range,
-                    switch=note.switch,
-                )
-                options[field.name] = option, same
+                given = {each.name: getattr(note, each.name) for each in fields(note)}
+                given["name"] = note.name or field.name
+                if same := note.kind is None:
+                    given |= {"kind": kind, "default": field.default}
+                options[field.name] = Option(**given), same
     return options
 
 

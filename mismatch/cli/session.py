@@ -26,6 +26,7 @@ from mismatch.doctor.fit import warnings_of
 from mismatch.doctor.plan import IN_FLOAT32, Memory, cheaper, memory_of, plan
 from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
 from mismatch.errors import MismatchError
+from mismatch.processes.launch import own_python
 from mismatch.processes.stages import Room
 from mismatch.reports.formatting import plain_lines
 from mismatch.reports.plan import print_plan
@@ -34,6 +35,7 @@ from mismatch.run.directory import open_run as open_directory
 from mismatch.run.hub import fetch
 from mismatch.run.machine import require_shared_memory
 from mismatch.run.provenance import redacted_command
+from mismatch.run.resume import rescored, rollout_done
 from mismatch.run.trust import require_trust
 from mismatch.specs import CheckSpec, RolloutSpec, TrainSpec
 
@@ -66,6 +68,15 @@ def stored_spec(flags: Flags) -> CheckSpec | None:
     kept = set() if "fix" in explicit else FIX_NAMES - explicit
     changed = {name: fields[name] for name in fields.keys() - kept}
     return replace(spec, extras=extras(flags, spec.extras), **changed)
+
+
+def needs_no_server(flags: Flags, spec: CheckSpec) -> bool:
+    """Return whether ``--resume RUN`` has all that servers give, which may be gone by now."""
+    engine = spec.rollout.engine
+    if not engine.servers or spec.explain or flags["resume"] in (None, NEWEST):
+        return False
+    asked = Path(flags["resume"]), spec.rollout, own_python(engine)
+    return rollout_done(*asked) and (not engine.prefill or rescored(*asked))
 
 
 def require_own(run_dir: Path, spec: CheckSpec, trusted: bool) -> None:

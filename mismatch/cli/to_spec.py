@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mismatch.cli.configuration import configured_model
-from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, flag_of, spec_values
+from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, flag_of, flags_of, spec_values
 from mismatch.cli.options import FEATURE_FLAGS, SERVER_FLAGS
 from mismatch.engines.servers.address import parse_address
 from mismatch.errors import MismatchError
@@ -31,18 +31,10 @@ OURS = (
     *("tensor_parallel_size", "layers", "adapter", "adapter_as"),
     *("gpu_memory_utilization", "rollout_weights"),
 )
-# Where prompts come from, as it is where the flag says nothing.
-SOURCES = {"task": "arithmetic", "prompts": None, "dataset": None}
 # Flags that do nothing without another flag, or one of several.
-COMPANIONS = {
-    "dataset_config": "dataset",
-    "dataset_split": "dataset",
-    "prompt_column": "dataset",
-    "answer_column": "dataset",
-    "budget_minutes": "fix explain",
-    "adapter_as": "adapter",
-    "exact_kl_top_k": "exact_kl",
-}
+COMPANIONS = dict.fromkeys(
+    ("dataset_config", "dataset_split", "prompt_column", "answer_column"), "dataset"
+) | {"budget_minutes": "fix explain", "adapter_as": "adapter", "exact_kl_top_k": "exact_kl"}
 
 
 def check_spec(flags: Flags) -> CheckSpec:
@@ -112,9 +104,10 @@ def rollout_spec(flags: Flags, model: str) -> RolloutSpec:
         if name in flags.explicit and not any(flags.get(other) for other in needed.split()):
             others = " or ".join(map(flag_of, needed.split()))
             raise MismatchError(f"{flag_of(name)} without {others} does nothing", f"add {others}")
-    sources = [name for name in ("task", "prompts", "dataset") if flags[name] != SOURCES[name]]
+    named = flags_of(PromptSpec, "task path dataset")
+    sources = [option.flag for option in named if flags[option.name] != option.default]
     if len(sources) > 1:
-        both = " and ".join(map(flag_of, sources))
+        both = " and ".join(sources)
         raise MismatchError(f"{both} both name the prompts", "drop one of the two")
     count = flags["num_prompts"]
     if count is None:

@@ -404,27 +404,3 @@ def group_advantages(rewards: Floats, prompt: Ints) -> Floats:
     differs = highest > lowest  # rounding of a mean must not make an advantage
     advantages[rated] = np.where(differs[code], away / (spread[code] + ADVANTAGE_EPSILON), 0.0)
     return advantages
-
-
-def per_token(
-    advantage: Floats, member: Bools, sequence: Ints, loss: Literal["token", "sequence"]
-) -> Floats:
-    """Return advantages over the loss's normaliser, [A]; 0 outside the mini-batch.
-
-    A token-level loss divides by the action tokens of the mini-batch, a sequence-level loss by its
-    samples and the action tokens of each.
-
-    Args:
-        advantage: [N] of every sequence.
-        member: [A] whether an action token belongs to the mini-batch.
-        sequence: [A] sequence of each action token.
-    """
-    inside = sequence[member]
-    if loss == "token":
-        share = np.full(len(inside), 1.0 / len(inside))
-    else:
-        _, code, length = np.unique(inside, return_inverse=True, return_counts=True)
-        share = 1.0 / (len(length) * length[code])
-    out = np.zeros(len(sequence))
-    out[member] = share * advantage[inside]
-    return out

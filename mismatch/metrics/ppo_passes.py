@@ -16,7 +16,7 @@ import numpy as np
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.metrics.registry import POSITIVE, SHARE, Metric, floats
 from mismatch.metrics.token import CLIP
-from mismatch.types import Bools, Floats
+from mismatch.types import Floats
 
 
 def ratios(old: Floats, new: Floats) -> Floats:
@@ -57,13 +57,3 @@ METRICS_OF_ROUTES = (  # ``layers`` [A]: a token's share of layers with other ex
     _metric("routing_disagree_layer", lambda layers: layers, "share"),
     _metric("routing_disagree_any", lambda layers: floats(layers > 0.0), "share"),
 )
-
-
-def unclipped(ratio: Floats, advantage: Floats, clip: float) -> Bools:
-    """Return where PPO's clipped objective has a gradient, [A]; of the advantage the sign counts.
-
-    >>> unclipped(np.array([1.3, 1.3, 0.7, 0.7]), np.array([1.0, -1.0, 1.0, -1.0]), 0.2)
-    array([False,  True,  True, False])
-    """
-    outside = ((advantage > 0) & (ratio > 1.0 + clip)) | ((advantage < 0) & (ratio < 1.0 - clip))
-    return np.asarray(~outside, np.bool_)

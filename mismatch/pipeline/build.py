@@ -340,10 +340,8 @@ def compare_artefacts(
     """Comparisons and noise floor, from ``comparison.json`` where that is of these artefacts."""
     made_by = f"{__version__}:{spec_hash(spec)}"
     inputs = [store.ROLLOUT, *(store.scoring_file(name) for name in held.scorings)]
-    current = all(
-        manifest.is_current(run_dir, name, made_by) for name in (COMPARISON, store.TOKENS)
-    )
-    if again or not current or not manifest.made_from(run_dir, COMPARISON, inputs):
+    made = [manifest.is_current(run_dir, n, made_by, inputs) for n in (COMPARISON, store.TOKENS)]
+    if again or not all(made):
         texts = store.load_vocabulary(run_dir)
         sound = all(check.status == "passed" for check in checks)
         pairs = compare_all(held, spec.seed, texts) if sound else ([], [])

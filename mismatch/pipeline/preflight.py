@@ -85,11 +85,12 @@ def require_ranges(*specs: Any) -> None:
                     raise MismatchError(f"{flag} is {value}", f"give a number {bounds}")
 
 
-def preflight(spec: CheckSpec, *, reach: bool = True) -> None:
+def preflight(spec: CheckSpec, *, reach: bool = True, engine: bool = True) -> None:
     """Before a whole check: both sides.
 
     Args:
         reach: False leaves out whether the hub can be reached, for a plan without a network.
+        engine: False leaves out the engine, which has given all that it is asked for.
 
     Raises:
         MismatchError: engine not installed, prompts file malformed, nothing to sample …
@@ -99,7 +100,8 @@ def preflight(spec: CheckSpec, *, reach: bool = True) -> None:
         fault = f"--scorer {FILE_SCORER}: tokens that are not sampled yet have no scores"
         fix = "mismatch rollout; mismatch tokens RUN FILE; then mismatch score RUN --scorer file"
         raise MismatchError(fault, fix)
-    preflight_rollout(spec.rollout, reach=reach)
+    if engine:
+        preflight_rollout(spec.rollout, reach=reach)
     preflight_training(spec.train, spec.nproc_per_node, reach=reach)
     placement(spec, local_gpus())
     require_routes(spec, weight_givers())

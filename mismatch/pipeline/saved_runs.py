@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from mismatch.metrics.difference import Sample
 
 REPORT = "report.json"
-NEEDED = {"sequence", "prompt", "position", "token_id", "rollout_logprob", "train_logprob"}
 PLACES = ("engine", "trainer", "machine")
 # Of a fingerprint: measured in every run, compared elsewhere, or a place on one machine.
 NOT_SETTINGS = {
@@ -47,8 +46,7 @@ class SavedRun:
     """One run, without its rollout and scorings.
 
     Attributes:
-        tokens: its tokens table; None where it is not there, or is too old to say which prompt a
-            token belongs to.
+        tokens: its tokens table; None where it is not there.
     """
 
     path: Path
@@ -211,8 +209,6 @@ def load_run(run: Path) -> SavedRun:
     """
     report = load_report(run)
     table = store.load_tokens(run) if (run / store.TOKENS).exists() else None
-    if table is not None and not NEEDED.issubset(table.columns):
-        table = None
     if table is not None:
         finite = np.isfinite(table["rollout_logprob"]) & np.isfinite(table["train_logprob"])
         table = table[finite] if finite.any() else None

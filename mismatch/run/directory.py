@@ -14,7 +14,7 @@ from typing import Any
 
 from mismatch.codec import from_json
 from mismatch.errors import MismatchError
-from mismatch.run import store
+from mismatch.run import manifest, store
 from mismatch.run.files import read_regular
 from mismatch.run.manifest import WRONG, damage_named, remove_dead, require_no_links, sha256
 from mismatch.run.provenance import now, provenance
@@ -287,11 +287,8 @@ def invocations(run_dir: Path) -> list[dict[str, Any]]:
     if not (run_dir / RUN).exists():
         return []
     document = store.read_json(run_dir / RUN)
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != RUN_SCHEMA:
-        fault = f"{run_dir / RUN} has schema {schema}, this version reads {RUN_SCHEMA}"
-        raise MismatchError(fault, "read the run with the version of mismatch that made it")
     with damage_named(run_dir / RUN):
+        manifest.require_schema(run_dir / RUN, document["schema"], RUN_SCHEMA)
         kept: list[dict[str, Any]] = list(document["invocations"])
         for entry in kept:
             needed = [entry["verb"], entry["spec_hash"], entry["command"]]

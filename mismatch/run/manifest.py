@@ -166,9 +166,7 @@ def entries(run_dir: Path | str) -> dict[str, Entry]:
         fault = f"{path} cannot be read: {error}"
         fix = "delete it to read the artefacts unverified, or make the run again"
         raise MismatchError(fault, fix) from error
-    if schema != SCHEMA:
-        fault = f"{path} has schema {schema}, this version reads {SCHEMA}"
-        raise MismatchError(fault, "read the run with the version of mismatch that made it")
+    require_schema(path, schema, SCHEMA)
     recorded: dict[str, Entry] = artefacts
     return recorded
 
@@ -251,12 +249,20 @@ def verify(run_dir: Path | str, name: str) -> None:
         _refuse(path, "is not the file that was written: its checksum differs from manifest.json")
 
 
-def is_current(run_dir: Path | str, name: str, made_by: str) -> bool:
-    """Return whether an artefact is whole, was made by this spec, and from what is there now."""
+def is_current(
+    run_dir: Path | str, name: str, made_by: str, inputs: Iterable[str] | None = None
+) -> bool:
+    """Return whether an artefact is whole, was made by this spec, and from what is there now.
+
+    Args:
+        inputs: the recorded artefacts among these are all that it was made from; None: any.
+    """
     run_dir = Path(run_dir)
     recorded = entries(run_dir)
     entry = recorded.get(name)
     if entry is None or entry["made_by"] != made_by or not _intact(run_dir, name, entry):
+        return False
+    if inputs is not None and set(entry["inputs"]) != recorded.keys() & set(inputs):
         return False
     return all(
         source in recorded
@@ -264,18 +270,6 @@ def is_current(run_dir: Path | str, name: str, made_by: str) -> bool:
         and _intact(run_dir, source, recorded[source])
         for source, checksum in entry["inputs"].items()
     )
-
-
-def made_with(run_dir: Path | str, name: str) -> dict[str, str]:
-    """Return versions and weights that an artefact was made with; empty where none were noted."""
-    noted: dict[str, str] = entries(run_dir).get(name, {}).get("made_with", {})
-    return noted
-
-
-def made_from(run_dir: Path | str, name: str, inputs: Iterable[str]) -> bool:
-    """Return whether an artefact was made from exactly these recorded artefacts."""
-    kept = entries(run_dir)
-    return name in kept and set(kept[name]["inputs"]) == {s for s in inputs if s in kept}
 
 
 def sha256(path: Path) -> str:

@@ -56,7 +56,7 @@ def _done(run_dir: Path, name: str, spec: RolloutSpec | TrainSpec, python: str |
     """
     if not manifest.is_current(run_dir, name, spec_hash(spec)):
         return False
-    noted = manifest.made_with(run_dir, name)
+    noted = manifest.entries(run_dir)[name].get("made_with", {})
     changed = differences(noted, made_with(spec, python)) if noted else []
     if changed:
         where = f" (in {python})" if python else ""

@@ -67,10 +67,11 @@ ROLLOUT_SCHEMA = "mismatch.rollout/1"
 SCORING_SCHEMA = "mismatch.scoring/1"
 TOKENS_SCHEMA = "mismatch.tokens/2"
 VOCABULARY_SCHEMA = "mismatch.vocabulary/1"
+LOGPROBS = {"rollout_logprob", "train_logprob"}
 REQUIRED_COLUMNS = {
     ROLLOUT_SCHEMA: {"token_ids", "action_mask", "turn", "prompt_index", "finish_reason"},
     SCORING_SCHEMA: {"token_ids", "logprobs"},
-    TOKENS_SCHEMA: {"sequence", "position", "rollout_logprob", "train_logprob", "delta"},
+    TOKENS_SCHEMA: {"sequence", "prompt", "position", "token_id", "delta"} | LOGPROBS,
 }
 TEXTS = {"token", "token_class", "fix", "context", "top_tokens"}  # columns of the tokens table
 LISTS = {"context", "top_tokens", "top_ids", "top_rollout", "top_train", "routing_flipped_layers"}

@@ -1,15 +1,14 @@
 """What of a stored spec is taken only from the command line, or after ``--trust-run``.
 
-A run directory is data: ``spec.json`` of a copied run is as foreign as any file. Every field of
-every spec stands in one of two tables here (tests/cli/test_trust.py holds that). What is in
+A run directory is data: ``spec.json`` of a copied run is as foreign as any file. What is in
 :data:`NEEDS_TRUST` could run code, send something to a host, or read a file to send it there.
+tests/cli/test_trust.py lists all other fields of every spec, so that none is forgotten.
 """
 
 from __future__ import annotations
 
 import hmac
 import os
-import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -77,29 +76,6 @@ NEEDS_TRUST: dict[type, dict[str, Rule]] = {
 }
 
 
-# All other fields: numbers, choices, switches, names of columns, and models and revisions, whose
-# files are read as data.
-DATA: dict[type, frozenset[str]] = {
-    spec: frozenset(names.split())
-    for spec, names in {
-        CheckSpec: "rollout train nproc_per_node noise_floor context_length seed preset "
-        "not_reproduced quick two_passes weights_effect inject fixes budget_minutes verdict "
-        "explain overlap extras",
-        RolloutSpec: "engine prompts sampling exact_kl exact_kl_top_k",
-        Sampling: "temperature top_p top_k min_p repetition_penalty max_tokens samples_per_prompt "
-        "seed",
-        EngineSpec: "engine model revision dtype tensor_parallel_size max_model_len "
-        "gpu_memory_utilization routing prefill layers adapter adapter_as weights served_model "
-        "server_concurrency server_timeout_s",
-        PromptSpec: "task num_prompts seed dataset_config dataset_split prompt_column "
-        "answer_column max_turns max_observation_tokens",
-        TrainSpec: "model revision dtype master_dtype offload autocast head_dtype router_dtype "
-        "micro_batch_tokens layout sequence_parallel grad routing temperature_in logprobs_dtype "
-        "layers adapter weights replay_routing replay_source inject inject_seed",
-    }.items()
-}
-
-
 def require_trust(run_dir: Path, spec: CheckSpec, trusted: bool) -> None:
     """Refuse a stored spec that names what needs trust, before anything of it is used.
 
@@ -135,24 +111,6 @@ def seal(spec: bytes) -> str:
     except (OSError, RuntimeError):  # no home, or one that cannot be written
         return ""
     return hmac.new(key, spec, "sha256").hexdigest() if len(key) == KEY_BYTES else ""
-
-
-def may_name_code(name: str, value: Any) -> bool:
-    """Return whether an engine argument of a file could name a module, a file or a command.
-
-    Engines load classes (``worker_cls``), plug-ins and connectors by names. Numbers, switches
-    and single words (``fp8``, ``FLASH_ATTN``) are choices, also within mappings and lists.
-
-    >>> may_name_code("worker_cls", "evil.Worker"), may_name_code("kv_cache_dtype", "fp8_e4m3")
-    (True, False)
-    """
-    if "module" in name or "trust_remote_code" in name:
-        return bool(value)
-    if isinstance(value, dict):
-        return any(may_name_code(str(key), part) for key, part in value.items())
-    if isinstance(value, list | tuple):
-        return any(may_name_code(name, part) for part in value)
-    return isinstance(value, str) and re.fullmatch(r"[\w-]*", value) is None
 
 
 def code_of(spec: CheckSpec) -> Iterator[str]:

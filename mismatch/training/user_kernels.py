@@ -118,19 +118,3 @@ def register_attention(text: str) -> str:
 def registered_name(text: str) -> str:
     """Return a name without the words that transformers searches for (flash, sdpa, slashes)."""
     return f"mismatch_yours_{sha256(text.encode()).hexdigest()[:12]}"
-
-
-def register_experts(text: str) -> str:
-    """Likewise for an experts function.
-
-    Raises:
-        MismatchError: see :func:`load_function`; or a mask, which experts have none of.
-    """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    if "@" in text:
-        raise MismatchError(f"{text}: experts take no mask", "leave out what follows @")
-    function, _ = load_function(text)
-    name = registered_name(text)
-    ALL_EXPERTS_FUNCTIONS.register(name, function)
-    return name

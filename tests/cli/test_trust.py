@@ -11,8 +11,16 @@ from mismatch.errors import MismatchError
 from mismatch.processes.launch import worker_path
 from mismatch.run import store
 from mismatch.run.directory import at_work, load_spec
-from mismatch.run.trust import DATA, NEEDS_TRUST
-from mismatch.specs import CheckSpec, EngineSpec, PromptSpec, RolloutSpec, TrainSpec, to_dict
+from mismatch.run.trust import NEEDS_TRUST
+from mismatch.specs import (
+    CheckSpec,
+    EngineSpec,
+    PromptSpec,
+    RolloutSpec,
+    Sampling,
+    TrainSpec,
+    to_dict,
+)
 
 from ..unit.test_launch import python, run_worker
 
@@ -30,6 +38,29 @@ def copied(folder, engine=None, train=None, prompts=None):
     )
     store.write_json(folder / "run" / "spec.json", to_dict(spec))
     return folder / "run"
+
+
+# All other fields: numbers, choices, switches, names of columns, and models and revisions, whose
+# files are read as data.
+DATA: dict[type, frozenset[str]] = {
+    spec: frozenset(names.split())
+    for spec, names in {
+        CheckSpec: "rollout train nproc_per_node noise_floor context_length seed preset "
+        "not_reproduced quick two_passes weights_effect inject fixes budget_minutes verdict "
+        "explain overlap extras",
+        RolloutSpec: "engine prompts sampling exact_kl exact_kl_top_k",
+        Sampling: "temperature top_p top_k min_p repetition_penalty max_tokens samples_per_prompt "
+        "seed",
+        EngineSpec: "engine model revision dtype tensor_parallel_size max_model_len "
+        "gpu_memory_utilization routing prefill layers adapter adapter_as weights served_model "
+        "server_concurrency server_timeout_s",
+        PromptSpec: "task num_prompts seed dataset_config dataset_split prompt_column "
+        "answer_column max_turns max_observation_tokens",
+        TrainSpec: "model revision dtype master_dtype offload autocast head_dtype router_dtype "
+        "micro_batch_tokens layout sequence_parallel grad routing temperature_in logprobs_dtype "
+        "layers adapter weights replay_routing replay_source inject inject_seed",
+    }.items()
+}
 
 
 HOSTILE = {
@@ -50,7 +81,7 @@ def started(monkeypatch):
     """Commands that would go on to run what a spec says."""
     seen = []
 
-    def go(spec, *rest):
+    def go(spec, **rest):
         seen.append(spec)
         raise MismatchError("far enough")
 

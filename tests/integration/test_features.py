@@ -16,6 +16,7 @@ import mismatch
 from mismatch.plugins import Feature, built_in, load
 
 PACKAGE = Path(mismatch.__file__).parent
+EXAMPLE = PACKAGE.parent / "examples" / "tiny-gpt-oss-no-sinks"
 FEATURES = [feature.name for feature in built_in()]
 TINY = (
     *("--model", "tiny-gpt-oss", "--engine", "transformers", "--num-prompts", "4"),
@@ -63,3 +64,16 @@ def test_a_feature_takes_its_commands_and_flags_with_it(feature: Feature, tmp_pa
         flags: Any = load(feature.check_flags)
         shown = run(env, tmp_path, "check", "--help-all").stdout
         assert not [flag for flag in flags if f"--{flag.name}" in shown]
+
+
+@pytest.mark.parametrize("gone", [*([name] for name in FEATURES), FEATURES], ids="-".join)
+def test_a_stored_report_and_a_plan_need_no_feature(gone: list[str], tmp_path: Path) -> None:
+    env = without(tmp_path, *gone)
+    stored = shutil.copytree(EXAMPLE, tmp_path / "stored")  # its report holds results of features
+    (stored / "report.html").unlink()
+    shown = run(env, tmp_path, "report", str(stored))
+    assert shown.returncode in (0, 1), shown.stderr
+    assert (stored / "report.html").exists()
+    if gone == FEATURES:
+        plan = run(env, tmp_path, "check", "--model", "tiny-gpt-oss", "--quick", "--dry-run")
+        assert plan.returncode == 0, plan.stderr

@@ -12,11 +12,10 @@ import torch
 from mismatch.errors import MismatchError
 from mismatch.features.kernels import expert_layer
 from mismatch.features.kernels.expert_layer import Sizes
-from mismatch.features.kernels.experts import audit_experts
+from mismatch.features.kernels.experts import audit_experts, register_experts
 from mismatch.features.kernels.findings import Options
 from mismatch.features.kernels.geometry import ModelGeometry, geometry_of
 from mismatch.features.kernels.results import EXPERT_COLUMNS, Audit
-from mismatch.training.user_kernels import register_experts
 from tests import checkpoints, families, planted_experts
 from tests.planted_experts import REFUSAL
 

@@ -16,7 +16,6 @@ from mismatch.metrics.importance_weights import (
     Ratios,
     Settings,
     group_advantages,
-    per_token,
 )
 
 RATIOS = [1.0, 2.5, 0.4, 1.1, 0.00005]
@@ -301,13 +300,3 @@ def test_verls_inverse_bounds_keep_our_sequences():
     assert np.array_equal(verls, ours)
     assert 0 < ours.sum() < 161
     assert ours[:80].sum() != ours[81:].sum()  # the band is lopsided: the other way round differs
-
-
-def test_token_loss_divides_by_all_tokens_and_sequence_loss_by_each_samples() -> None:
-    lengths = np.array([2, 4, 3, 1])
-    advantage, sequence = np.array([1.0, -1.0, 0.5, 2.0]), np.repeat(np.arange(4), lengths)
-    member = sequence != 2
-    token = per_token(advantage, member, sequence, "token")
-    assert token == pytest.approx(np.where(member, advantage[sequence] / 7, 0.0))
-    each = per_token(advantage, member, sequence, "sequence")
-    assert each == pytest.approx(np.where(member, (advantage / (3 * lengths))[sequence], 0.0))

@@ -28,7 +28,7 @@ from mismatch.features.loop.arms import (
 )
 from mismatch.features.loop.command import asked, checked_of, loop, loop_spec
 from mismatch.features.loop.engine_side import EngineSide, own_rewards
-from mismatch.features.loop.policy import deal, policy_loss
+from mismatch.features.loop.policy import deal, per_token, policy_loss, unclipped
 from mismatch.features.loop.spec import AS_IS, Asked, LoopSpec, arm_of, place_of, read_seeds
 from mismatch.metrics.importance_weights import group_advantages
 from mismatch.models import resolve_model
@@ -429,3 +429,25 @@ def test_no_order_of_a_run_that_ended_reaches_the_engine_of_its_continuation(
     with pytest.raises(MismatchError, match="seen"):
         run_arm(tmp_path, replace(BASE, steps=3), tmp_path / "pool.json", lambda line: None)
     assert (tmp_path / "go" / "000000.json").exists()
+
+
+def test_token_loss_divides_by_all_tokens_and_sequence_loss_by_each_samples() -> None:
+    lengths = np.array([2, 4, 3, 1])
+    advantage, sequence = np.array([1.0, -1.0, 0.5, 2.0]), np.repeat(np.arange(4), lengths)
+    member = sequence != 2
+    token = per_token(advantage, member, sequence, "token")
+    assert token == pytest.approx(np.where(member, advantage[sequence] / 7, 0.0))
+    each = per_token(advantage, member, sequence, "sequence")
+    assert each == pytest.approx(np.where(member, (advantage / (3 * lengths))[sequence], 0.0))
+
+
+def test_ppo_gradient_is_the_objectives_derivative() -> None:
+    ratio, advantage = np.array([0.5, 0.9, 1.1, 1.5] * 2), np.repeat([1.0, -1.0], 4)
+
+    def objective(logprob: np.ndarray) -> np.ndarray:
+        r = ratio * np.exp(logprob)
+        return np.minimum(r * advantage, np.clip(r, 0.8, 1.2) * advantage)
+
+    numeric = (objective(np.full(8, 1e-6)) - objective(np.full(8, -1e-6))) / 2e-6
+    ours = np.where(unclipped(ratio, advantage, 0.2), ratio * advantage, 0.0)
+    assert ours == pytest.approx(numeric, abs=1e-8)

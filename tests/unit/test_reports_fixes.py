@@ -184,11 +184,6 @@ def test_advice_can_be_typed(name, command):
     assert fixes.command_of(FixOutcome(name, "train", "", flags)) == command
 
 
-def test_the_flags_of_another_version_are_shown_as_it_wrote_them():
-    row = FixOutcome("gone", "train", "", "--other 1")
-    assert fixes.command_of(row).split(" … ") == ["mismatch check", row.flags]
-
-
 def test_best_first_with_values_and_changes():
     values, changes = rows(make_table(), 0), rows(make_table(), 1)
     names = [

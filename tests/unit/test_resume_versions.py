@@ -110,7 +110,7 @@ def test_what_another_environment_scored_is_compared_with_its_versions(finished,
     python = environment.python
     tokens = store.load_rollout(run)
     store.save_scoring(run, store.load_scoring(run, "fsdp"), tokens, asked.train, python=python)
-    assert manifest.made_with(run, "scores/fsdp.parquet")["torch"] == "99.1"
+    assert manifest.entries(run)["scores/fsdp.parquet"]["made_with"]["torch"] == "99.1"
     assert resume.scoring_done(run, "fsdp", asked.train, python)
     with pytest.raises(MismatchError, match=r"'99\.1' there"):
         resume.scoring_done(run, "fsdp", asked.train)

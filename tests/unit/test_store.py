@@ -73,7 +73,9 @@ def test_round_trips(tmp_path):
     frame = pd.DataFrame(
         {
             "sequence": [0],
+            "prompt": [0],
             "position": [2],
+            "token_id": [5],
             "rollout_logprob": [-0.1],
             "train_logprob": [-0.2],
             "delta": [-0.1],

@@ -18,7 +18,7 @@ from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.experiments.scoring_passes import reference_of, training_passes
 from mismatch.facts import injections_in_words
 from mismatch.keys import NEW, NEW_REPLAYED, REGROUPED, REPLAYED, TRAIN
-from mismatch.metrics.ppo_passes import ratios, unclipped
+from mismatch.metrics.ppo_passes import ratios
 from mismatch.models.config import is_moe
 from mismatch.models.moe import parse_injections, require_routes
 from mismatch.pipeline.document import report_from_json, report_to_json, schema
@@ -325,15 +325,3 @@ def test_the_document_keeps_them_and_fulfils_its_schema() -> None:
     del document["two_passes"]  # written by an earlier version
     Draft202012Validator(schema()).validate(document)
     assert report_from_json(document).result("two_passes") is None
-
-
-def test_ppo_gradient_is_the_objectives_derivative() -> None:
-    ratio, advantage = np.array([0.5, 0.9, 1.1, 1.5] * 2), np.repeat([1.0, -1.0], 4)
-
-    def objective(logprob: np.ndarray) -> np.ndarray:
-        r = ratio * np.exp(logprob)
-        return np.minimum(r * advantage, np.clip(r, 0.8, 1.2) * advantage)
-
-    numeric = (objective(np.full(8, 1e-6)) - objective(np.full(8, -1e-6))) / 2e-6
-    ours = np.where(unclipped(ratio, advantage, 0.2), ratio * advantage, 0.0)
-    assert ours == pytest.approx(numeric, abs=1e-8)

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import torch
 
-from mismatch.errors import named_line
+from mismatch.errors import MismatchError, named_line
 from mismatch.features.kernels import expert_layer as layer
 from mismatch.features.kernels import findings as shared
 from mismatch.features.kernels.findings import DTYPES, OUT, DtypeErrors, Options
 from mismatch.features.kernels.geometry import ModelGeometry
 from mismatch.features.kernels.results import EXPERT_COLUMNS, Audit, Finding, Origin
 from mismatch.training.experts import NAME, register
-from mismatch.training.user_kernels import is_user_kernel, register_experts
+from mismatch.training.user_kernels import is_user_kernel, load_function, registered_name
 
 TOKENS = 61
 ROUTER = "router"
@@ -90,3 +90,19 @@ def origin_of(name: str) -> Origin:
     if is_user_kernel(name):
         return "yours"
     return "ours" if name == NAME else "transformers"
+
+
+def register_experts(text: str) -> str:
+    """Make the function known to transformers; its name there, always the same for the same text.
+
+    Raises:
+        MismatchError: see :func:`load_function`; or a mask, which experts have none of.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if "@" in text:
+        raise MismatchError(f"{text}: experts take no mask", "leave out what follows @")
+    function, _ = load_function(text)
+    name = registered_name(text)
+    ALL_EXPERTS_FUNCTIONS.register(name, function)
+    return name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -18,10 +19,9 @@ from mismatch.metrics.importance_weights import (
     Ratios,
     Settings,
     group_advantages,
-    per_token,
 )
-from mismatch.metrics.ppo_passes import ratios, unclipped
-from mismatch.types import Floats, Ints, Rollout
+from mismatch.metrics.ppo_passes import ratios
+from mismatch.types import Bools, Floats, Ints, Rollout
 
 
 @dataclass
@@ -68,3 +68,37 @@ def policy_loss(
     for id in loop.corrections:
         plain = plain * BY_ID[id].weights(of_tokens, Settings())
     return PolicyLoss(plain, None if OVERRIDE in loop.corrections else train, loop.clip)
+
+
+def per_token(
+    advantage: Floats, member: Bools, sequence: Ints, loss: Literal["token", "sequence"]
+) -> Floats:
+    """Return advantages over the loss's normaliser, [A]; 0 outside the mini-batch.
+
+    A token-level loss divides by the action tokens of the mini-batch, a sequence-level loss by its
+    samples and the action tokens of each.
+
+    Args:
+        advantage: [N] of every sequence.
+        member: [A] whether an action token belongs to the mini-batch.
+        sequence: [A] sequence of each action token.
+    """
+    inside = sequence[member]
+    if loss == "token":
+        share = np.full(len(inside), 1.0 / len(inside))
+    else:
+        _, code, length = np.unique(inside, return_inverse=True, return_counts=True)
+        share = 1.0 / (len(length) * length[code])
+    out = np.zeros(len(sequence))
+    out[member] = share * advantage[inside]
+    return out
+
+
+def unclipped(ratio: Floats, advantage: Floats, clip: float) -> Bools:
+    """Return where PPO's clipped objective has a gradient, [A]; of the advantage the sign counts.
+
+    >>> unclipped(np.array([1.3, 1.3, 0.7, 0.7]), np.array([1.0, -1.0, 1.0, -1.0]), 0.2)
+    array([False,  True,  True, False])
+    """
+    outside = ((advantage > 0) & (ratio > 1.0 + clip)) | ((advantage < 0) & (ratio < 1.0 - clip))
+    return np.asarray(~outside, np.bool_)

@@ -5,6 +5,7 @@ The order of precedence is: flags of the user, keys of the configuration, the fr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from mismatch.cli.flags import flag_of
 from mismatch.features.presets.config_file import ConfigFile
 from mismatch.features.presets.rules import CONVERSIONS, Name, Rule, rules_of, table, typed
 from mismatch.run.interpreters import look_into
-from mismatch.run.trust import NEEDS_TRUST, may_name_code
+from mismatch.run.trust import NEEDS_TRUST
 from mismatch.specs import CheckSpec, EngineSpec, TrainSpec
 
 # Fields of TrainSpec whose command-line parameter has another name.
@@ -221,3 +222,21 @@ def _put(spec: CheckSpec, place: str, value: Any) -> CheckSpec:
         return replace(spec, train=replace(spec.train, **{name: value}))
     part = replace(getattr(spec.rollout, group), **{name: value})
     return replace(spec, rollout=replace(spec.rollout, **{group: part}))
+
+
+def may_name_code(name: str, value: Any) -> bool:
+    """Return whether an engine argument of a file could name a module, a file or a command.
+
+    Engines load classes (``worker_cls``), plug-ins and connectors by names. Numbers, switches
+    and single words (``fp8``, ``FLASH_ATTN``) are choices, also within mappings and lists.
+
+    >>> may_name_code("worker_cls", "evil.Worker"), may_name_code("kv_cache_dtype", "fp8_e4m3")
+    (True, False)
+    """
+    if "module" in name or "trust_remote_code" in name:
+        return bool(value)
+    if isinstance(value, dict):
+        return any(may_name_code(str(key), part) for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return any(may_name_code(name, part) for part in value)
+    return isinstance(value, str) and re.fullmatch(r"[\w-]*", value) is None

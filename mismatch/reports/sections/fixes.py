@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import VALUE, check_command
 from mismatch.experiments.fixes.catalogue import FIXES, chosen_of, is_combination, labels
 from mismatch.experiments.fixes.guides import settings_of
@@ -214,17 +213,8 @@ def _dots(rows: list[FixOutcome], report: Report, axes: Axes) -> str:
 
 
 def command_of(row: FixOutcome) -> str:
-    """Return the command that makes a check with a fix or a combination.
-
-    From the catalogue; a row that another version wrote, with other flags, keeps its text.
-    """
-    try:
-        flags = [chosen.flags for chosen in chosen_of(row.id)]
-    except MismatchError:  # no longer in the catalogue
-        flags = []
-    if " ".join(map(str, flags)) != row.flags:
-        return f"mismatch check … {row.flags}"
-    return check_command(flags)
+    """Return the command that makes a check with a fix or a combination."""
+    return check_command([chosen.flags for chosen in chosen_of(row.id)])
 
 
 def _settings(result: FixTable) -> Section:
