@@ -28,11 +28,15 @@ class Finding:
     """rollout or trainer; "": of neither alone."""
     tokens: int
     sequences: int
+    first: str = ""
+    """Where the first of them is."""
 
     def __str__(self) -> str:
         where = f"{self.side}: " if self.side else ""
         rows = plural(self.sequences, "sequence")
-        return f"{where}{self.what} ({plural(self.tokens, 'token')} in {rows})"
+        of = f"{plural(self.tokens, 'token')} in {rows}" if self.tokens else rows
+        at = f", the first at {self.first}" if self.first else ""
+        return f"{where}{self.what} ({of}{at})"
 
 
 @dataclass(frozen=True)

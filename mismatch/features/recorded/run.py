@@ -62,7 +62,7 @@ def as_run(
     finite = np.logical_and.reduce([np.isfinite(values) for values in sides.values()])
     sums = recorded.sums
     findings = [
-        Finding(what, side, count, sums.bad_rows[side, what])
+        Finding(what, side, count, sums.bad_rows[side, what], str(sums.first[side, what]))
         for (side, what), count in sums.not_finite.items()
         if side in sides and count
     ]

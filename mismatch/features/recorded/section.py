@@ -39,9 +39,12 @@ def section(result: RecordedReport, report: Report) -> Section:
     sentences = []
     for bound, name, label in CROSSED:
         # k3 beyond every number is stored as null, and read as NaN.
-        step = next((step for step in result.steps if not getattr(step, name) <= bound), None)
+        measured = [step for step in result.steps if step.tokens]
+        step = next((step for step in measured if not getattr(step, name) <= bound), None)
         if step is not None:
             sentences.append(f"{label} is first above {bound:g} at step {step.step}.")
+    for empty in (step.step for step in result.steps if not step.tokens):
+        sentences.append(f"At step {empty} no token has a number on both sides.")
     enough = result.rows is not None and result.rows.rows >= LEAST_ROWS
     if result.rows is not None and enough and not found:
         sentences = [f"All {result.rows.rows} rows are about equally far apart.", *sentences]
