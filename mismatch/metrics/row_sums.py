@@ -107,10 +107,14 @@ class Step:
 def effective_size(log_ratios: Floats) -> float:
     """Return ``ess_seq`` of log-ratios [N] of sequences, also where no weight is a float.
 
+    NaN where every weight is cut: then they are equal, whatever the ratios are.
+
     >>> effective_size(np.array([-900.0, -2000.0]))
     0.5
     """
     cut = np.minimum(log_ratios, np.log(TRUNCATION))
+    if cut.min() == np.log(TRUNCATION):
+        return np.nan
     weight = np.exp(cut - cut.max())
     return float(weight.mean() ** 2 / (weight * weight).mean())
 

@@ -215,7 +215,8 @@ def summary(recorded: Recorded) -> str:
             f"{len(recorded.sequences)} sequences, drawn by prompt"
         )
     lines += [f"{count}: {remark}" for remark, count in recorded.remarks.items()]
-    lines += [f"{count} left out: {misfit}" for misfit, count in recorded.misfits.items()]
+    done = f"cut to fit at the {recorded.ends} value" if recorded.ends else "left out"
+    lines += [f"{count} {done}: {misfit}" for misfit, count in recorded.misfits.items()]
     if recorded.passed_over:
         lines.append(passed_over(recorded.passed_over))
     if (masked := recorded.masked.whole).tokens:

@@ -58,6 +58,8 @@ SPARE = 4  # times its share of the tokens may a part keep: bytes do not count t
 LEAST = 16
 # First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
 PICKLED = (b"PK\x03\x04", b"\x80")
+MOST_MISFITS = 1000  # rows whose numbers are kept, of each kind
+LEAST_MISFITS = 8  # rows, from which on a list that is too long in all of them is cut to fit
 NAMED = 4  # kinds of rows that were left out; the rest are counted
 MISFIT = "lists of a row are of its sampled tokens, or of all its tokens: write both sides so"
 CUT_OFF = "left out: no JSON object, cut off or still written:"  # a line, and its place
@@ -79,6 +81,12 @@ class Recorded:
     """Remark -> how often."""
     misfits: Counter[str] = field(default_factory=Counter)
     """Sequences that were left out because their arrays differ in length: how -> how many."""
+    misfit_rows: dict[str, list[int]] = field(default_factory=dict)
+    """The same -> the first of their rows in the dump."""
+    ends: str = ""
+    """Where these were cut to the length of their tokens; "": they were left out."""
+    entries: int = 0
+    """Rows of the dump, those that were left out too."""
     unread: set[str] = field(default_factory=set)
     """Columns of the generic format that it does not know."""
     steps: set[str] = field(default_factory=set)
@@ -119,6 +127,11 @@ class Recorded:
         self.sums.merge(part.sums)
         self.remarks += part.remarks
         self.misfits += part.misfits
+        self.ends = part.ends
+        for what, rows in part.misfit_rows.items():
+            known = self.misfit_rows.setdefault(what, [])
+            known += [self.entries + row for row in rows][: MOST_MISFITS - len(known)]
+        self.entries += part.entries
         self.unread |= part.unread
         self.steps |= part.steps
         self.passed_over += part.passed_over
@@ -137,6 +150,7 @@ def read_recorded(
     most: int | None = None,
     on: Where = HERE,
     skip_torn: bool = False,
+    ends: str = "",
 ) -> Recorded:
     """Return the format of a dump, its sequences, and sums over all of them.
 
@@ -150,6 +164,8 @@ def read_recorded(
         most: tokens that are kept, about; prompts are drawn so that no more are. None: all.
         on: which processes read its parts.
         skip_torn: leave out lines that are no JSON objects, wherever they are.
+        ends: "last" or "first": where values are taken away or added in rows whose lists have
+            other lengths. "": such rows are left out; if all are, the better end is taken.
 
     Raises:
         MismatchError: a file cannot be read, needs ``python``, holds no ids and logprobs, a row is
@@ -163,7 +179,7 @@ def read_recorded(
         files, of_folder = list(path), True
     parts, large = parts_of(files), sum(map(_size_of, files)) > LARGE_BYTES
     work = partial(read_part, form=form, python=python, step=step, most=most,
-                   of_folder=of_folder, skip_torn=skip_torn)  # fmt: skip
+                   of_folder=of_folder, skip_torn=skip_torn, ends=ends)  # fmt: skip
     for part, read in zip(parts, on.each(work, parts, large), strict=True):
         if read.form and recorded.form and read.form != recorded.form:
             fault = f"{part.file} has the format {read.form}, and files before it {recorded.form}"
@@ -177,6 +193,14 @@ def read_recorded(
     if not recorded.sequences and step is not None and recorded.steps:
         has = ", ".join(sorted(recorded.steps, key=len))
         raise MismatchError(f"--step {step}: the dump has none of it", f"it has {has}")
+    if not recorded.sequences and not ends and recorded.misfits.total() >= LEAST_MISFITS:
+        both = [
+            read_recorded(path, form, python, step=step, most=most, on=on, skip_torn=skip_torn,
+                          ends=end)
+            for end in ("last", "first")
+        ]  # fmt: skip
+        if all(read.sums.whole.tokens for read in both):
+            return min(both, key=lambda read: read.sums.whole.step(0).abs_diff)
     if not recorded.sequences:
         left = [*recorded.remarks, *(f"{n}×: {what}" for what, n in recorded.misfits.items())]
         more = f"; and {len(left) - NAMED} more" if len(left) > NAMED else ""
@@ -200,11 +224,12 @@ def read_part(
     most: int | None,
     of_folder: bool = False,
     skip_torn: bool = False,
+    ends: str = "",
 ) -> Recorded:
     """Read one part of a dump; see :func:`read_recorded`."""
     with bounded_memory(part.file):
         try:
-            return _read_part(part, form, python, step, most, skip_torn)
+            return _read_part(part, form, python, step, most, skip_torn, ends)
         except Unreadable as error:
             if not of_folder:
                 raise
@@ -218,8 +243,9 @@ def _read_part(
     step: int | None,
     most: int | None,
     skip_torn: bool,
+    ends: str,
 ) -> Recorded:
-    recorded, place = Recorded(), named(part.file)
+    recorded, place = Recorded(ends=ends), named(part.file)
     known = {*GENERIC.split(), *ATTRIBUTES}
     most = most and min(most, 1 + int(SPARE * most * part.share))  # few rows leave a process
     waiting, tokens = list[Row](), 0
@@ -234,7 +260,8 @@ def _read_part(
             fix = "docs/how-to/recorded-runs.md lists the fields; --dump-format names another"
             raise MismatchError(fault, fix) from error
         recorded.unread |= entry.keys() - known if form == "generic" else set()
-        rows = [row for row in rows if _fits(row, where, recorded)]
+        rows = [row for row in rows if _fits(row, where, recorded, ends)]
+        recorded.entries += 1
         said = {
             name: str(entry[name]) for name in ATTRIBUTES if type(entry.get(name)) in (str, int)
         }
@@ -326,7 +353,7 @@ def _values(column: Any) -> Any:
     return [values[a:b] if valid else None for a, b, valid in spans]
 
 
-def _fits(row: Row, where: Callable[[], str], recorded: Recorded) -> bool:
+def _fits(row: Row, where: Callable[[], str], recorded: Recorded, ends: str) -> bool:
     """Whether a row can be scored; counts it among the misfits where its arrays do not fit.
 
     Raises:
@@ -348,12 +375,27 @@ def _fits(row: Row, where: Callable[[], str], recorded: Recorded) -> bool:
         fault = f"{where()}: the first token is sampled, and nothing predicts it"
         fix = "the mask is shifted, or the prompt is missing: write the prompt's ids too"
         raise MismatchError(fault, fix)
-    sides = {"rollout": row.logprobs, "trainer": row.train_logprobs, "entropy": row.entropy}
-    for side, values in sides.items():
-        if values is not None and len(values) != count:
-            recorded.misfits[f"{len(values) - count:+d} {side} values for the sampled tokens"] += 1
+    sides = {"rollout": "logprobs", "trainer": "train_logprobs", "entropy": "entropy"}
+    for side, name in sides.items():
+        values = getattr(row, name)
+        if values is None or len(values) == count:
+            continue
+        what = f"{len(values) - count:+d} {side} values for the sampled tokens"
+        recorded.misfits[what] += 1
+        known = recorded.misfit_rows.setdefault(what, [])
+        known += [recorded.entries] if len(known) < MOST_MISFITS else []
+        if not ends or abs(len(values) - count) > count / 2:
             return False
+        setattr(row, name, _with_length(values, count, ends))
     return True
+
+
+def _with_length(values: Floats, count: int, ends: str) -> Floats:
+    """Return so many values: others are taken away at an end, or NaN added there."""
+    if len(values) > count:
+        return values[:count] if ends == "last" else values[len(values) - count :]
+    nothing = np.full(count - len(values), np.nan)
+    return np.concatenate([values, nothing] if ends == "last" else [nothing, values])
 
 
 # ---------------------------------------------------------------- formats

@@ -71,7 +71,7 @@ class Part:
 
         Args:
             cut: gets the place of every line that is left out because it is no JSON object; None:
-                every line has to be one.
+                other lines are refused.
             skip: also leave out such lines before the last line.
 
         Raises:

@@ -30,6 +30,8 @@ CHANCE = 1e-4  # of this agreement, times the groupings that were tried
 IN_TURN = "row of the file, modulo"
 SOURCES = ("replica", "rank", "weight_version")
 WEAK_FACTOR = 1.5  # times as far apart, of all rows of a source
+NAMED = 12  # rows that are off and are named
+FITS = 0.25  # of the distance behind a token, that a shift must leave at most
 CHANGED = 0.01  # chance of a change inside one row (Pettitt 1979)
 MANY_CHANGED = 0.15  # share of rows with a change; clean runs have up to 0.05
 
@@ -62,14 +64,25 @@ class RowGroups:
     """Median place of that change, as a share of the response; None: too few rows change."""
     change_factor: float = 1.0
     """Distance after the change over that before it, the median row's."""
+    named: tuple[str, ...] = ()
+    """Of those that are off, the rows of the file, from 0, where they are few."""
+    shifted: tuple[str, ...] = ()
+    """Of these, rows whose two sides fit from some token on if one of them is shifted."""
+    shifted_by: int = 0
+    """Tokens."""
 
     def sentence(self) -> str:
         """Say which rows are off; "" where all are alike."""
         if self.off:
             share = len(self.off) / self.rows
             text = f"{share:.0%} of the rows are {self.factor:.3g}× as far apart as the others"
+            if self.shifted:
+                shift = f"one side is shifted by {self.shifted_by:+d} token from some token on"
+                return f"{text}: in row {', '.join(self.shifted)} {shift}"
             if not self.shared:
-                return f"{text}; nothing that is known of the rows separates them from the others"
+                which = f": row {', '.join(self.named)} (from 0)" if self.named else ""
+                known = "nothing that is known of the rows separates them from the others"
+                return f"{text}{which}; {known}"
             best = self.shared[0]
             which = f"{best.attribute} {', '.join(best.values)}"
             return f"{text}: {'all' if best.agreement == 1 else 'nearly all'} of {which}"
@@ -83,12 +96,19 @@ class RowGroups:
 
     def advice(self) -> str:
         """Say what to look at first."""
+        if self.shifted:
+            return "pass token ids, never text, from the engine to the trainer"
         if self.off and self.shared:
             best = self.shared[0]
             return f"compare weights and settings of {best.attribute} {best.values[0]} with another"
+        if self.named:
+            return "look at the tokens of these rows on both sides"
         if self.off:
             return "write replica, rank and weight_version of every row into the dump"
-        return "look for weights that are updated while a response is sampled"
+        return (
+            "compare by position and length; in asynchronous training also look for weights that "
+            "are updated while a response is sampled"
+        )
 
 
 def row_groups(pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]]) -> RowGroups:
@@ -127,12 +147,43 @@ def row_groups(pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]])
     far = far_group(score)
     if far is None:
         return _by_source(score, scored, held) or changes
+    off = scored[far]
+    shifted, by = _shifted(pair, off)
+    names = list(map(str, known.get("row", range(rows))))
     return RowGroups(
         len(scored),
-        tuple(int(row) for row in scored[far]),
+        tuple(int(row) for row in off),
         float(np.exp(score[far].mean() - score[~far].mean())),
         _shared(far, held),
+        named=tuple(names[row] for row in off) if len(off) <= NAMED else (),
+        shifted=tuple(names[row] for row in shifted[:NAMED]),
+        shifted_by=by,
     )
+
+
+def _shifted(pair: Pair, off: Ints) -> tuple[list[int], int]:
+    """Return the rows whose sides fit from some token on when one is shifted, and by how much."""
+    best: tuple[list[int], int] = [], 0
+    for lag in (1, -1, 2, -2):
+        rows = []
+        for row in off:
+            a, b = np.searchsorted(pair.sequence, [row, row + 1])
+            left, right = pair.rollout[a:b], pair.train[a:b]
+            n = len(left)
+            if n < 2 * LEAST_TOKENS:
+                continue
+            moved = np.full(n, np.nan)
+            moved[max(0, -lag) : n - max(0, lag)] = left[max(0, lag) : n + min(0, lag)]
+            own, other = np.abs(right - left), np.abs(right - moved)
+            other[np.isnan(other)] = 0.0
+            behind = [np.cumsum(each[::-1])[::-1] for each in (own, other)]
+            cut = int(np.argmax(behind[0] - behind[1]))
+            long_enough = n - cut >= LEAST_TOKENS and cut > 0
+            if long_enough and behind[1][cut] < FITS * behind[0][cut]:
+                rows.append(int(row))
+        if len(rows) > len(best[0]):
+            best = rows, lag
+    return best if len(best[0]) >= max(1, len(off) / 2) else ([], 0)
 
 
 def surprises(pair: Pair) -> Floats:

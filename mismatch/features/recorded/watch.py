@@ -179,9 +179,12 @@ def _line(step: Step, name: str, rows: str, usual: float | None, recorded: Recor
             bad.append(f"{side}: {what} ({count}, the first at {place})")
     if not step.tokens:
         return "; ".join([f"{name}: no token has a number on both sides", *bad])
+    ess = f"effective size {percent(step.ess)}"
+    if not np.isfinite(step.ess):
+        ess = "every sequence weight is cut"
     text = (
         f"mean |delta| {number(step.abs_diff)}, k3 {number(step.k3)}, PPO clips "
-        f"{percent(step.clipped)}, effective size {percent(step.ess)} ({step.tokens:,} tokens)"
+        f"{percent(step.clipped)}, {ess} ({step.tokens:,} tokens)"
     )
     if bad:
         text = f"{'; '.join(bad)}; the others: {text}"
