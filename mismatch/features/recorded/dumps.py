@@ -608,6 +608,12 @@ TEXT_ONLY = (
         "and actor_rollout_ref.rollout.calculate_log_probs=True",
     ),
     (
+        {"head_version", "prompt", "completion"},
+        "AReaL's dump_to_file holds text alone",
+        "no setting of it records ids; a workflow can write input_ids, loss_mask, logprobs and "
+        "versions of its trajectories as docs/how-to/recorded-runs.md has them",
+    ),
+    (
         {"prompt", "completion"},
         "a record of TRL's completions holds text alone",
         "no setting of it records ids; a callback can write prompt_ids, completion_ids and "

@@ -77,6 +77,8 @@ def judged_by_all(
     for each in judgements:
         name = OF_STEP.get(each.metric, "")
         worst = worst_of(steps, name) if name else None
+        if worst is not None and not getattr(worst, name) > GROWS * each.value:
+            worst = None  # no step hides in the mean: its interval decides
         values = [getattr(step, name) for step in (whole, worst) if name and step is not None]
         beyond = [value for value in values if not value <= each.unfit]
         if beyond and each.status != "unfit":
