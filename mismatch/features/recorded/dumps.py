@@ -165,7 +165,7 @@ def read_recorded(
         on: which processes read its parts.
         skip_torn: leave out lines that are no JSON objects, wherever they are.
         ends: "last" or "first": where values are taken away or added in rows whose lists have
-            other lengths. "": such rows are left out; if all are, the better end is taken.
+            other lengths. "": these rows are left out; if all are, the better end is taken.
 
     Raises:
         MismatchError: a file cannot be read, needs ``python``, holds no ids and logprobs, a row is

@@ -73,7 +73,7 @@ class RecordedReport:
     growth: told.Growth | None = None
     """None: the mismatch does not grow over the steps."""
     columns: str = ""
-    """What is wrong with the two columns as such."""
+    """What is wrong with the two columns as a whole."""
     columns_fix: str = ""
     hidden: str = ""
     """What all tokens or a step show, and the compared tokens do not."""

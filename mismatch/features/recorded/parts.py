@@ -72,7 +72,7 @@ class Part:
         Args:
             cut: gets the place of every line that is left out because it is no JSON object; None:
                 other lines are refused.
-            skip: also leave out such lines before the last line.
+            skip: also leave out other lines than the last one of a file.
 
         Raises:
             Unreadable: the first line is no JSON object.

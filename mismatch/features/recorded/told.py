@@ -110,8 +110,8 @@ def columns_of(pair: Pair) -> tuple[str, str]:
     if not np.any(delta):
         return (
             f"all {len(delta):,} values of the trainer equal the sampler's to the last bit",
-            "is one a copy of the other, e.g. of a trainer that takes the sampler's values for its "
-            "own (bypass_mode, an on-policy override)? record what the trainer computes itself",
+            "is one a copy of the other, e.g. of a trainer that takes the sampler's values "
+            "(bypass_mode, an on-policy override)? record what the trainer computes itself",
         )
     low, high = (_ratio_off(sign * delta, pair.prompt[pair.sequence]) for sign in (1.0, -1.0))
     if abs(low) > ERRORS and abs(high) < 2.0:
