@@ -219,7 +219,10 @@ def build_report(
     checks += attempts.make("causes", cause_checks, *named_causes, otherwise=[])
     for analysis, result in left:
         results[analysis.id] = result
-        checks += attempts.make(analysis.id, analysis.call, "checks", result, otherwise=()) or ()
+        read = attempts.make(analysis.id, analysis.call, "checks", result, otherwise=()) or ()
+        # What it read fails before what follows from it in the numbers.
+        first = [check for check in read if analysis.told and check.status == "failed"]
+        checks = [*first, *checks, *(check for check in read if check not in first)]
         unseen += [NotTested(analysis.id, reason) for reason in analysis.not_seen(result)]
     for feature in features():
         if feature.check_step and (error := read_error(run_dir, step_label(feature))) is not None:

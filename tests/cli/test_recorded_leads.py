@@ -44,6 +44,17 @@ def test_numbers_that_are_no_logarithms_are_named_before_any_cause(tmp_path, rol
     assert not report.get("causes", {}).get("ranked")
 
 
+def test_a_ratio_that_is_no_number_is_the_headline(tmp_path):
+    rows = made.samples(32)
+    far = [*rows[5].rollout[:3], -1000.0, *rows[5].rollout[4:]]
+    rows[5] = replace(rows[5], rollout=far)
+    dump = made.generic(tmp_path / "rows.jsonl", rows, step=3, rank=1)
+    said, report = judged(tmp_path, dump)
+    assert "recorded-values" in report["verdict"]["reason"]
+    assert "step 3, rank 1" in report["verdict"]["reason"]
+    assert "row 5, sampled" in " ".join(said.split())
+
+
 def test_a_copied_column_decides_nothing(tmp_path):
     rows = [replace(row, train=row.rollout) for row in made.samples(32)]
     _, report = judged(tmp_path, made.generic(tmp_path / "rows.jsonl", rows))

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.errors import MismatchError
-from mismatch.features.recorded.convert import converted
+from mismatch.features.recorded.convert import LACKS, converted
 from mismatch.features.recorded.parts import (
     LARGE_BYTES,
     TABLES,
@@ -206,6 +206,8 @@ def read_recorded(
         more = f"; and {len(left) - NAMED} more" if len(left) > NAMED else ""
         said = "; ".join(left[:NAMED]) or "no row has a sampled token"
         fix = MISFIT if recorded.misfits else ""
+        if LACKS in recorded.remarks:
+            fix = "give the folder with the files of all ranks of a step"
         raise MismatchError(f"{where} has no sequence that can be scored: {said}{more}", fix)
     return recorded
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from mismatch.analysis.cause_results import Cause
 from mismatch.codec import from_json
 from mismatch.features.recorded import told
@@ -99,7 +101,8 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
             if facts.whole is not None and facts.whole.tokens > rollout.n_actions:
                 whole = facts.whole
             columns = told.columns_of(pair)
-            k3 = float(exp_minus_linear(pair.delta).mean())
+            with np.errstate(over="ignore"):
+                k3 = float(exp_minus_linear(pair.delta).mean())
     steps = facts.steps if len(facts.steps) > 1 else ()
     hidden = told.disagreement(whole, steps, k3, rollout.n_actions) if rows is not None else ""
     return RecordedReport(

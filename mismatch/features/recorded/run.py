@@ -77,6 +77,11 @@ def as_run(
         )
         for misfit, count in recorded.misfits.items()
     ]
+    if len(sides) == 2 and sums.whole.tokens and not np.isfinite(sums.whole.step(0).k3):
+        assert sums.worst is not None
+        size, place = sums.worst
+        what = f"no finite ratio: the sides are {size:.4g} nats apart"
+        findings.insert(0, Finding(what, "", 1, 1, str(place)))
     mask = sampled.copy()
     mask[sampled] = finite
     rewards = [row.reward for row in rows if row.reward is not None]

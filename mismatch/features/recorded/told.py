@@ -128,8 +128,10 @@ def _ratio_off(delta: np.ndarray, prompt: np.ndarray) -> float:
     kinds, kind = np.unique(prompt, return_inverse=True)
     if len(kinds) < LEAST_STEPS:
         return 0.0
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore"):
         sums = np.bincount(kind, np.expm1(delta))
+    if not np.isfinite(sums).all():
+        return 0.0
     count = np.bincount(kind)
     mean = sums.sum() / count.sum()
     error = np.sqrt(((sums - mean * count) ** 2).sum() * len(kinds) / (len(kinds) - 1))
