@@ -177,3 +177,22 @@ def test_numbers_of_the_whole_file_decide(tmp_path, monkeypatch):
     assert decided.status == "unfit"
     assert decided.value == pytest.approx(steps[1].k3)
     assert "at step 2" in told.disagreement(whole, steps, 5e-5, 3_000)
+
+
+def test_a_gap_that_grows_along_the_response_is_said(tmp_path):
+    """Two steps, the second with longer responses: no cause of stale weights."""
+    random = np.random.default_rng(0)
+    for step, length in ((1, 100), (2, 800)):
+        rows = []
+        for row in made.samples(32, seed=step, length=(length, length + 1)):
+            spread = 0.02 * np.sqrt(1 + np.arange(length))
+            train = np.array(row.rollout) + spread * random.standard_normal(length) - spread**2 / 2
+            rows.append(replace(row, train=np.minimum(train, -1e-6).tolist()))
+        made.generic(tmp_path / "dump" / f"step_{step}.jsonl", rows, step=step)
+    said, report = judged(tmp_path, tmp_path / "dump")
+    assert report["recorded"]["rows"]["with_position"] > 2
+    assert "grows with the" in " ".join(said.split())
+    assert (
+        report["causes"]["ranked"] == [] or report["causes"]["ranked"][0]["id"] != "stale-weights"
+    )
+    assert "grows with the" in watched(tmp_path / "dump")[-1]

@@ -31,6 +31,9 @@ IN_TURN = "row of the file, modulo"
 SOURCES = ("replica", "rank", "weight_version")
 WEAK_FACTOR = 1.5  # times as far apart, of all rows of a source
 NAMED = 12  # rows that are off and are named
+PLACES = 8  # groups of tokens by their place in the response
+IN_PLACE = 0.9  # rank correlation of these groups' distances with their places
+ALONG = 2.0  # times as far apart in the last group as in the first; the embedded clean run: 1.2
 FITS = 0.25  # of the distance behind a token, that a shift must leave at most
 CHANGED = 0.01  # chance of a change inside one row (Pettitt 1979)
 MANY_CHANGED = 0.15  # share of rows with a change; clean runs have up to 0.05
@@ -70,9 +73,18 @@ class RowGroups:
     """Of these, rows whose two sides fit from some token on if one of them is shifted."""
     shifted_by: int = 0
     """Tokens."""
+    with_position: float = 1.0
+    """Distance at the last places of responses over that at the first, where it grows with them."""
 
     def sentence(self) -> str:
-        """Say which rows are off; "" where all are alike."""
+        """Say which rows are off, and whether places in them are; "" where all are alike."""
+        said = self._of_rows()
+        if self.with_position == 1.0:
+            return said
+        grows = f"the distance grows with the position in the response, {self.with_position:.2g}×"
+        return f"{grows} from the first to the last eighth of the tokens{'; ' * bool(said)}{said}"
+
+    def _of_rows(self) -> str:
         if self.off:
             share = len(self.off) / self.rows
             text = f"{share:.0%} of the rows are {self.factor:.3g}× as far apart as the others"
@@ -98,6 +110,8 @@ class RowGroups:
         """Say what to look at first."""
         if self.shifted:
             return "pass token ids, never text, from the engine to the trainer"
+        if self.with_position > 1:
+            return "compare what depends on the position: rotary settings, context length, windows"
         if self.off and self.shared:
             best = self.shared[0]
             return f"compare weights and settings of {best.attribute} {best.values[0]} with another"
@@ -110,6 +124,21 @@ class RowGroups:
             "are updated while a response is sampled"
         )
 
+    def at_places(self, pair: Pair, surprise: Floats) -> RowGroups:
+        """Return the groups with how the distance grows along responses, places of all pooled."""
+        starts = np.searchsorted(pair.sequence, np.arange(len(pair.prompt)))
+        place = np.arange(len(surprise)) - starts[pair.sequence]
+        edges = np.quantile(place, np.linspace(0, 1, PLACES + 1)[1:-1])
+        eighth = np.searchsorted(edges, place)
+        count = np.bincount(eighth, minlength=PLACES)
+        if (count < LEAST_TOKENS * LEAST_ROWS).any():
+            return self
+        mean = np.bincount(eighth, surprise, PLACES) / count
+        order = np.corrcoef(np.argsort(np.argsort(mean)), np.arange(PLACES))[0, 1]
+        if order < IN_PLACE or mean[-1] < ALONG * mean[0]:
+            return self
+        return replace(self, with_position=float(mean[-1] / mean[0]))
+
 
 def row_groups(pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]]) -> RowGroups:
     """Return the rows of a run in two groups, where they fall into two.
@@ -118,6 +147,13 @@ def row_groups(pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]])
         known: attribute -> its value for every row, [N].
     """
     surprise = surprises(pair)
+    return _groups(pair, rollout, known, surprise).at_places(pair, surprise)
+
+
+def _groups(
+    pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]], surprise: Floats
+) -> RowGroups:
+    """Return the rows of a run in two groups, whatever the places of their tokens."""
     rows = len(pair.prompt)
     tokens = np.bincount(pair.sequence, minlength=rows)
     scored = np.flatnonzero(tokens >= LEAST_TOKENS)

@@ -154,6 +154,8 @@ def causes_of(
         alike = ("lora-not-applied", "prefix-cache-stale")
         return (Cause("stale-weights", "suspected", "engine", None, (grown,), alike),)
     best = rows.shared[0] if rows is not None and rows.off and rows.shared else None
+    if rows is not None and rows.with_position > 1 and best and best.attribute == "step":
+        return ()  # longer responses of a step are farther apart
     if best is None or best.attribute not in ("step", "weight_version"):
         return ()
     which = Evidence("rows that are off", f"{best.attribute} {', '.join(best.values)}")
