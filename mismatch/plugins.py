@@ -67,6 +67,14 @@ class Analysis:
     causes: str = ""
     """``causes(result)``: what a result that ``from_run`` read found to be wrong by running parts
     of both sides; only digests and resolved settings come before it."""
+    told: str = ""
+    """``told(result)``: causes that a result that ``from_run`` read shows without running anything,
+    from what no pair of scorings holds."""
+    judged: str = ""
+    """``judged(result, judgements)``: the judgements, where it has numbers of more tokens than were
+    compared."""
+    reason: str = ""
+    """``reason(result)``: what is said behind the verdict's reason; "": nothing."""
     chapter: str = "more"
     """Id of the chapter of the page that shows the section (``reports/sections``)."""
     of_pairs: bool = False

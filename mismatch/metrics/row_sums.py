@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from mismatch.metrics import ess_seq
-from mismatch.metrics.token import exp_minus_linear
+from mismatch.metrics.token import TRUNCATION, exp_minus_linear
 from mismatch.types import Bools, Floats, Ints
 
 CLIP = np.log1p([-0.2, 0.2])  # PPO's usual clip range, of log-ratios
@@ -39,6 +38,8 @@ class Row:
     attributes: dict[str, str] = field(default_factory=dict)
     number: int = 0
     """Of the sequence in the dump."""
+    masked: bool = False
+    """The framework leaves it out of the loss."""
     place: str = ""
     """Part of the dump, and number there: known before the parts are put together."""
 
@@ -67,11 +68,28 @@ def _draw(text: str) -> float:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a token is in a dump."""
+
+    row: int
+    """Of the sequence in the dump, from 0."""
+    token: int
+    """Of the sampled tokens of the row, from 0."""
+    step: str = ""
+    rank: str = ""
+
+    def __str__(self) -> str:
+        of = [f"{name} {at}" for name, at in (("step", self.step), ("rank", self.rank)) if at]
+        return ", ".join([*of, f"row {self.row}, sampled token {self.token} (from 0)"])
+
+
+@dataclass(frozen=True)
 class Step:
-    """One step."""
+    """One step; its means are NaN where no token has a finite value on both sides."""
 
     step: int
     tokens: int
+    """With a finite value on both sides."""
     abs_diff: float
     """Mean |delta|, nats."""
     k3: float
@@ -84,6 +102,21 @@ class Step:
     """Mean of the trainer's entropy, nats per token."""
     reward: float | None = None
     sequences: int = 0
+
+
+def effective_size(log_ratios: Floats) -> float:
+    """Return ``ess_seq`` of log-ratios [N] of sequences, also where no weight is a float.
+
+    NaN where every weight is cut: then they are equal, whatever the ratios are.
+
+    >>> effective_size(np.array([-900.0, -2000.0]))
+    0.5
+    """
+    cut = np.minimum(log_ratios, np.log(TRUNCATION))
+    if cut.min() == np.log(TRUNCATION):
+        return np.nan
+    weight = np.exp(cut - cut.max())
+    return float(weight.mean() ** 2 / (weight * weight).mean())
 
 
 @dataclass
@@ -118,11 +151,18 @@ class _Rows:
     def step(self, number: int) -> Step:
         """Return their means; NaN, where a row lacks a value, is None."""
         n, rows = self.tokens, len(self.log_ratios)
+        if not n:
+            return Step(number, 0, np.nan, np.nan, np.nan, np.nan)
         means = self.abs_diff / n, self.k3 / n, self.clipped / n
-        ess = ess_seq(np.asarray(self.log_ratios), np.arange(rows))
+        ess = effective_size(np.asarray(self.log_ratios))
         held = (self.entropy / n, self.reward / rows)
         entropy, reward = (None if np.isnan(value) else value for value in held)
         return Step(number, n, *means, ess, entropy, reward, rows)
+
+
+def _place(row: Row, token: int) -> Place:
+    of = row.attributes
+    return Place(row.number, token, of.get("step", ""), of.get("rank", ""))
 
 
 @dataclass
@@ -141,6 +181,10 @@ class Sums:
     """(side, what) -> tokens without a finite value."""
     bad_rows: Counter[tuple[str, str]] = field(default_factory=Counter)
     """The same -> rows that hold them."""
+    first: dict[tuple[str, str], Place] = field(default_factory=dict)
+    """The same -> the first of these tokens."""
+    worst: tuple[float, Place] | None = None
+    """The largest |delta|, nats, and its token."""
 
     def add(self, rows: Sequence[Row]) -> None:
         """Count rows; their values that are not finite are left out of the sums."""
@@ -150,7 +194,7 @@ class Sums:
         self.one_sided += len(rows) - len(both)
         for row in rows if len(both) < len(rows) else ():
             if row.train_logprobs is None:
-                self._count(row.logprobs, "rollout")
+                self._count(row, row.logprobs, "rollout")
         both = [(row, train) for row, train in both if len(train)]
         if not both:
             return
@@ -161,13 +205,17 @@ class Sums:
             finite = np.isfinite(delta)
             if not finite.all():
                 for row, train in both:
-                    self._count(row.logprobs, "rollout")
-                    self._count(train, "trainer")
+                    self._count(row, row.logprobs, "rollout")
+                    self._count(row, train, "trainer")
                 delta[~finite] = 0.0
+            far = int(np.abs(delta).argmax())
+            at = int(np.searchsorted(starts, far, "right")) - 1
+            self._note(abs(float(delta[far])), _place(both[at][0], far - int(starts[at])))
             clipped = (delta < CLIP[0]) | (delta > CLIP[1])
             terms = finite, np.abs(delta), exp_minus_linear(delta), clipped, delta
         of_rows = [np.add.reduceat(term, starts, dtype=np.float64).tolist() for term in terms]
         for (row, train), start, *found in zip(both, starts.tolist(), *of_rows, strict=True):
+            self.by_step[row.attributes.get("step", "")]  # also one without a finite value
             if found[0]:
                 entropy = np.nan
                 if row.entropy is not None:
@@ -178,6 +226,11 @@ class Sums:
 
     def merge(self, other: Sums) -> None:
         """Add the sums of the rows that follow."""
+        for what, place in other.first.items():
+            self.first.setdefault(what, replace(place, row=place.row + self.rows))
+        if other.worst is not None:
+            size, place = other.worst
+            self._note(size, replace(place, row=place.row + self.rows))
         self.rows += other.rows
         self.tokens += other.tokens
         self.one_sided += other.one_sided
@@ -187,12 +240,19 @@ class Sums:
         self.not_finite += other.not_finite
         self.bad_rows += other.bad_rows
 
-    def _count(self, values: Floats, side: str) -> None:
+    def _note(self, size: float, place: Place) -> None:
+        if self.worst is None or size > self.worst[0]:
+            self.worst = size, place
+
+    def _count(self, row: Row, values: Floats, side: str) -> None:
         """Count values of a row that are not finite."""
         for what, test in NOT_FINITE:
-            count = int(test(values).sum())
+            bad = test(values)
+            count = int(bad.sum())
             self.not_finite[side, what] += count
             self.bad_rows[side, what] += count > 0
+            if count:
+                self.first.setdefault((side, what), _place(row, int(bad.argmax())))
 
     def steps(self) -> tuple[Step, ...]:
         """Return the numbers of every step, in order; none where a row names no step."""

@@ -13,6 +13,8 @@ from mismatch.metrics.registry import POSITIVE, effective_share, floats, metric,
 from mismatch.metrics.token import TRUNCATION
 from mismatch.types import Floats, Ints
 
+LEAST_LOG = -100.0  # nats: all weights below it have squares that are no floats any more
+
 
 def per_sequence_sum(values: Floats, sequence: Ints) -> Floats:
     """Return the sums over each sequence that occurs, in ascending order of its number."""
@@ -51,7 +53,10 @@ def log_ppl_diff(delta: Floats, sequence: Ints) -> Floats:
 def ess_seq(delta: Floats, sequence: Ints) -> tuple[Floats, ...]:
     """Effective share of the sequences, (mean w)² / mean w², w = min(exp(sum of delta), 2)."""
     total = per_sequence_sum(delta, sequence)
-    weight = np.exp(np.minimum(total, np.log(TRUNCATION)))
+    logs = np.minimum(total, np.log(TRUNCATION))
+    if len(logs) and logs.max() < LEAST_LOG:  # the share does not depend on the weights' size
+        logs = logs - logs.max()
+    weight = np.exp(logs)
     return weight, weight * weight
 
 

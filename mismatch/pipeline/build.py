@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +181,6 @@ def build_report(
         asked = comparisons[0], column, thresholds
         judgements = attempts.make("levels", judge, *asked, otherwise=())
         column = column if judgements else None
-    judgements, too_short = without_short(judgements, artefacts.rollout)
     results, unseen = measured(run_dir, spec, artefacts, comparisons, attempts)
     stored = damage_named(f"a file of {run_dir}")
     left = [
@@ -189,6 +188,12 @@ def build_report(
         for each in analyses()
     ]
     left = [(analysis, result) for analysis, result in left if result is not None]
+    for analysis, result in left:
+        told = attempts.make(
+            analysis.id, analysis.call, "judged", result, judgements, otherwise=None
+        )
+        judgements = told or judgements
+    judgements, too_short = without_short(judgements, artefacts.rollout)
     square = results.get("square")
     causes = [
         cause
@@ -196,6 +201,11 @@ def build_report(
         for cause in attempts.make(analysis.id, analysis.call, "causes", result, otherwise=()) or ()
     ]
     found = attempts.make("causes", of_sides_at_fault, causes, square, otherwise=[])
+    found += [
+        cause
+        for analysis, result in left
+        for cause in attempts.make(analysis.id, analysis.call, "told", result, otherwise=()) or ()
+    ]
     if found and "causes" in results:
         before = results["causes"]
         results["causes"] = attempts.make("causes", led_by, before, found, otherwise=before)
@@ -209,7 +219,10 @@ def build_report(
     checks += attempts.make("causes", cause_checks, *named_causes, otherwise=[])
     for analysis, result in left:
         results[analysis.id] = result
-        checks += attempts.make(analysis.id, analysis.call, "checks", result, otherwise=()) or ()
+        read = attempts.make(analysis.id, analysis.call, "checks", result, otherwise=()) or ()
+        # What it read fails before what follows from it in the numbers.
+        first = [check for check in read if analysis.told and check.status == "failed"]
+        checks = [*first, *checks, *(check for check in read if check not in first)]
         unseen += [NotTested(analysis.id, reason) for reason in analysis.not_seen(result)]
     for feature in features():
         if feature.check_step and (error := read_error(run_dir, step_label(feature))) is not None:
@@ -224,6 +237,9 @@ def build_report(
     judged = verdict(judgements, checks, column, open_question)
     lead = attempts.make("causes", lead_of, results.get("causes"), checks, otherwise=None)
     judged = led(judged, lead, checks)
+    for analysis, result in left:
+        more = attempts.make(analysis.id, analysis.call, "reason", result, otherwise="")
+        judged = replace(judged, reason=f"{judged.reason}; {more}") if more else judged
     report = Report(
         model=named(spec.rollout.engine.model),
         verdict=mark_injected(judged, artefacts.scorings),
@@ -343,7 +359,7 @@ def compare_artefacts(
     made = [manifest.is_current(run_dir, n, made_by, inputs) for n in (COMPARISON, store.TOKENS)]
     if again or not all(made):
         texts = store.load_vocabulary(run_dir)
-        sound = all(check.status == "passed" for check in checks)
+        sound = not any(check.status == "failed" for check in checks)
         pairs = compare_all(held, spec.seed, texts) if sound else ([], [])
         document = {"schema": COMPARISON_SCHEMA, **comparisons_to_json(*pairs)}
         reference = held.scorings.get(REFERENCE)

@@ -132,7 +132,7 @@ def test_all_semantic_checks_pass_on_a_clean_run(default_run):
     assert bad.keys() <= {"importance-ratio"}, bad  # a 99.7 % test, so a warning may happen
     assert "failed" not in bad.values()
     assert {"displaced-engine", "displaced-trainer", "turns"} <= default_run.checks.keys()
-    assert len(default_run.checks) == 33
+    assert len(default_run.checks) == 34
 
 
 def test_a_clean_run_rounds_as_a_plain_forward_does(default_run):

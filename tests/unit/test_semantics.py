@@ -90,7 +90,7 @@ def test_a_clean_pair_passes_every_check(temperature):
     checks = statuses(*make(temperature))
     assert checks.pop("sampling-law").status == "not_tested"  # there are no entropies
     assert {check.status for check in checks.values()} == {"passed"}
-    assert len(checks) == 13
+    assert len(checks) == 14
 
 
 def test_other_token_ids_fail():
@@ -277,7 +277,7 @@ def test_a_kernel_that_ignores_sinks_fails_and_comes_first():
     sinkless = right.fingerprint | {"attention": "no-sinks", "honours_sinks": False}
     checks = statuses(rollout, left, replace(right, fingerprint=sinkless))
     assert_only(checks, "attention-sinks")
-    assert list(checks)[2] == "attention-sinks"
+    assert list(checks)[3] == "attention-sinks"
     assert "--attention auto" in checks["attention-sinks"].fix
     without = declared.attention_sinks(right.fingerprint | {"honours_sinks": None})
     assert without.status == "passed"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.columns import log_scale
 from mismatch.analysis.diagnosis.declared import (
     attention_sinks,
     failed,
@@ -49,7 +50,11 @@ ROUNDING = 1e-6  # a float32 log_softmax may end this far above zero
 
 def input_checks(rollout: Rollout, left: Scoring, right: Scoring) -> list[Check]:
     """Return checks that a comparison rests on; if one fails no metric can be computed."""
-    return [same_token_ids(rollout, left, right), missing_logprobs(rollout, left, right)]
+    return [
+        same_token_ids(rollout, left, right),
+        missing_logprobs(rollout, left, right),
+        log_scale(left, right),
+    ]
 
 
 def semantic_checks(

@@ -23,6 +23,7 @@ NEAR = 0.2  # of that distance, that the other side's two values lie apart at mo
 EQUAL = 0.03  # nats, that two values of one token lie apart by rounding in bf16; seen: 0.03
 ENOUGH = 5  # pairs that have to break the rule; by rounding alone none does
 UNTOLD = 0.05  # share of the pairs of one token, from which on they are of different contexts
+STEP = "step"  # array of a scoring: the training step of each token's sequence
 CLEAR = 4.0  # times as many as on the other side
 
 
@@ -56,9 +57,13 @@ def twins_of(case: Case) -> Twins:
     place = np.full(len(rollout.token_ids), -1, np.int64)  # of a token among the action tokens
     place[rollout.actions] = np.where(case.kept, np.arange(len(rollout.actions)), -1)
     ids = [rollout.token_ids[a:b] for a, b in pairwise(offsets)]
-    by_prompt: dict[int, list[int]] = {}
+    by_prompt: dict[tuple[int, float], list[int]] = {}
+    # Other weights give other values: rows of another step of a recorded run are no twins.
+    steps = np.zeros(rollout.n_sequences)
+    if (of_token := case.engine.extra.get(STEP)) is not None:
+        steps[case.sequence] = of_token
     for row, prompt in enumerate(rollout.distinct_prompts.tolist()):
-        by_prompt.setdefault(prompt, []).append(row)
+        by_prompt.setdefault((prompt, steps[row]), []).append(row)
     parts: list[tuple[Ints, Ints, Bools]] = []
     for rows in by_prompt.values():
         ordered = sorted(rows, key=lambda row: ids[row].tolist()) if len(rows) > 1 else []

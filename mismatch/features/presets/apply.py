@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
 from mismatch.cli.flags import flag_of
+from mismatch.errors import MismatchError
 from mismatch.features.presets.config_file import ConfigFile
 from mismatch.features.presets.rules import CONVERSIONS, Name, Rule, rules_of, table, typed
 from mismatch.run.interpreters import look_into
@@ -62,6 +64,7 @@ class Followed:
             *(f"  {line}" for line in dict.fromkeys(self.used)),
             *(f"  kept: {line}" for line in self.kept),
             *(f"  not followed: {line}" for line in sections(self.ignored)),
+            *(f"  not reproduced: {line}" for line in dict.fromkeys(self.not_reproduced)),
         )
 
     def set(self, key: str, shown: Any, place: str, value: Any) -> None:
@@ -141,6 +144,11 @@ class Followed:
         self.spec = replace(self.spec, not_reproduced=tuple(dict.fromkeys(told)))
 
 
+CLOSE = 0.88  # similarity of two names: "num_generations_eval" has 0.857 to a name of TRL's
+# Sections in which a name that is nearly one of those that are followed is asked about.
+SECTIONS = {"verl": ("actor_rollout_ref.rollout", "actor_rollout_ref.model")}
+
+
 @dataclass
 class FollowedFile(Followed):
     """A check as a framework's configuration file fills it in."""
@@ -186,6 +194,7 @@ class FollowedFile(Followed):
             and not any(f"{key}.".startswith(f"{name}.") for name in self.seen)
             and not key.startswith(followed_there)
         )
+        self.ask_typing_errors(table(f"{self.framework}_keys"))
         if self.ignored:
             unread = f"keys that this run does not follow: {'; '.join(sections(self.ignored))}"
             self.not_reproduced.append(unread)
@@ -197,6 +206,31 @@ class FollowedFile(Followed):
         whose = f"{data['title'].split()[0]}'s own code" if own_code else data["title"]
         title = f"{whose}, as {self.source.origin} sets it"
         self.spec = replace(self.spec, preset=title)
+
+    def ask_typing_errors(self, keys: dict[str, Any]) -> None:
+        """Look for keys that are nearly the name of one that would be followed.
+
+        Raises:
+            MismatchError: a top-level key; in deeper sections frameworks have many names, so that
+                a resemblance is said and no more.
+        """
+        known = {rule.key for rule in rules_of(self.framework)} | {
+            gap["key"] for gap in keys["gap"]
+        }
+        for key in self.source.given():
+            section, dot, name = key.rpartition(".")
+            if key in self.seen or (dot and section not in SECTIONS.get(self.framework, ())):
+                continue
+            inside = [
+                each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section
+            ]
+            near = get_close_matches(name, inside, 1, CLOSE)
+            if near and not dot:
+                fault = f"{self.source.origin}: {key} is no key of {table(self.framework)['title']}"
+                raise MismatchError(fault, f"did you mean {near[0]}?")
+            if near:
+                guess = f"{key} is not followed: did you mean {section}.{near[0]}?"
+                self.not_reproduced.append(guess)
 
 
 def installed(module: str, python: str | None) -> bool:

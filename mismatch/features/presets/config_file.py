@@ -24,6 +24,24 @@ INSTALL = (
 )
 
 
+# Framework -> sets of top-level keys of which its files have one, and no other framework's has; and
+# the flag that takes its files. Read in the frameworks' own examples, November 2026.
+OTHERS = {
+    "verl": ("actor_rollout_ref data",),
+    "ROLL": ("actor_train actor_infer", "actor_train rollout_batch_size"),
+    "NeMo-RL": ("grpo policy", "loss_fn policy"),
+    "prime-rl": ("orchestrator inference", "max_steps orchestrator", "trainer inference"),
+    "SkyRL": ("generator trainer",),
+    "AReaL": ("gconfig rollout", "allocation_mode actor", "gconfig actor"),
+    "open-instruct": ("dataset_mixer_list ground_truths_key",),
+    "axolotl": ("base_model datasets",),
+    "LLaMA-Factory": ("stage finetuning_type",),
+    "ms-swift": ("rlhf_type model",),
+    "torchtune": ("_component_", "tokenizer model loss"),
+}
+OWN = {"verl": ("--verl-config",)}
+
+
 @dataclass(frozen=True)
 class ConfigFile:
     """A file of this name, as plain data, interpolations still in place.
@@ -86,6 +104,16 @@ def read_config(flag: str, path: Path, overrides: Sequence[str] = ()) -> ConfigF
     """
     where = f"{flag} {path}"
     tree = read_mapping(path, where)
+    whose = [
+        name for name, marks in OTHERS.items()
+        if flag not in OWN.get(name, ()) and any(set(m.split()) <= tree.keys() for m in marks)
+    ]  # fmt: skip
+    if whose:
+        fault = f"{where}: this is a configuration of {whose[0]}, by its keys"
+        fix = "give the flag of that framework, or name the settings yourself: --model, --dtype, …"
+        if own := OWN.get(whose[0]):
+            fix = f"give it to {own[0]}"
+        raise MismatchError(fault, fix)
     for text in overrides:
         try:
             _put(tree, text)

@@ -16,6 +16,9 @@ FEATURE = Feature(
         Analysis("recorded", "mismatch.features.recorded.facts:RecordedReport",
                  section="mismatch.features.recorded.section:section",
                  from_run="mismatch.features.recorded.facts:of_run",
-                 checks="mismatch.features.recorded.facts:checks", order=50, chapter="why"),
+                 checks="mismatch.features.recorded.facts:checks",
+                 told="mismatch.features.recorded.facts:causes",
+                 judged="mismatch.features.recorded.facts:judged",
+                 reason="mismatch.features.recorded.facts:reason", order=50, chapter="why"),
     ),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,9 @@ from mismatch.cli.flags import (
 from mismatch.cli.options import MODEL_FLAGS, OUT
 from mismatch.errors import MismatchError, one_line
 from mismatch.features.recorded.dumps import Form, Recorded, read_recorded
+from mismatch.features.recorded.parts import Unreadable
 from mismatch.processes.spread import Where
+from mismatch.reports.formatting import number, plural
 from mismatch.specs import (
     OUTPUT,
     PROMPTS,
@@ -42,7 +45,11 @@ READING = (
     Option("format", Form | None, PROMPTS, "Format of the dump; default: found by its fields."),
     Option("python", str | None, PROMPTS, PYTHON_HELP),
 )
+TORN = switch("skip_torn", PROMPTS, "Leave out lines that are no JSON objects, wherever they are.")
 DUMP_FORMAT = replace(READING[0], name="dump_format", spelling="--dump-format")
+# Why a format has one side alone.
+ONE_SIDED = {"verl": "; verl writes its rollouts before the trainer has scored them. The plug-in "
+             "records both sides: docs/how-to/monitor.md"}  # fmt: skip
 MOST = 1_000_000  # tokens of a dump that are judged; of a larger one, prompts are drawn
 PROCESSES = "Processes that read the dump; default: one per core for a large one."
 WHERE = (
@@ -58,7 +65,7 @@ SAMPLED = (*LAW, *flags_of(EngineSpec, "dtype"))
 JUDGED: Any = (*SAMPLED, *flags_of(TrainSpec, "dtype"), OUT, LEVELS, NAME_FLAGS, LOG_TO, FAIL_ON)
 
 
-@with_flags(DUMP, MODEL_FLAGS, MOE, DUMP_FORMAT, READING[1], STEP, *WHERE, *JUDGED)
+@with_flags(DUMP, MODEL_FLAGS, MOE, DUMP_FORMAT, READING[1], TORN, STEP, *WHERE, *JUDGED)
 def postmortem(flags: Flags) -> int:
     """Judge a run that already happened, from a dump that holds both log-probabilities.
 
@@ -78,12 +85,15 @@ def postmortem(flags: Flags) -> int:
 
     asked = flags["file"], flags["dump_format"], flags["python"]
     where = Where(flags["workers"], flags["dask"])
-    recorded = read_recorded(*asked, step=flags["step"], most=MOST, on=where)
+    recorded = read_recorded(
+        *asked, step=flags["step"], most=MOST, on=where, skip_torn=flags["skip_torn"]
+    )
     sums = recorded.sums
     if sums.one_sided:
+        why = ONE_SIDED.get(recorded.form or "", "")
         raise MismatchError(
             f"{flags['file']}: {sums.one_sided} of {sums.rows} sequences hold no log-probabilities "
-            "of the trainer",
+            f"of the trainer{why}",
             "docs/how-to/recorded-runs.md says what records them; or score the rollouts again: "
             "mismatch read-rollouts FILE --model MODEL, then mismatch score RUN",
         )
@@ -97,7 +107,7 @@ def postmortem(flags: Flags) -> int:
     return output.conclude(report, run_dir, flags)
 
 
-@with_flags(DUMP, MODEL_FLAGS, *READING, *SAMPLED, OUT)
+@with_flags(DUMP, MODEL_FLAGS, *READING, TORN, *SAMPLED, OUT)
 def read_rollouts(flags: Flags) -> int:
     """Make a run from rollouts that a framework recorded: ids and the engine's logprobs.
 
@@ -117,7 +127,8 @@ def read_rollouts(flags: Flags) -> int:
 
     model = resolve_model(require_model(flags))
     spec = spec_of(flags, model)
-    recorded = read_recorded(flags["file"], flags["format"], flags["python"])
+    asked = flags["file"], flags["format"], flags["python"]
+    recorded = read_recorded(*asked, skip_torn=flags["skip_torn"])
     run_dir = new_directory(flags["out"], flags["model"])
     keep(spec, run_dir, flags["file"], recorded, session.command(), both=False)
     output.say(summary(recorded))
@@ -184,6 +195,17 @@ def spec_of(flags: Flags, model: str) -> CheckSpec:
     return CheckSpec(rollout=RolloutSpec(engine, sampling=sampling, exact_kl=0), train=train)
 
 
+def passed_over(errors: Sequence[Unreadable]) -> str:
+    """Say once which files of a folder were not read, files of one kind together."""
+    kinds = dict[str, int]()
+    for error in errors:
+        what = "hold no rows of a known format" if error.foreign else error.headline
+        kinds[what] = kinds.get(what, 0) + 1
+    said = [what if n == 1 and "hold" not in what else f"{plural(n, 'file')} {what}"
+            for what, n in kinds.items()]  # fmt: skip
+    return f"passed over: {'; '.join(said)}"
+
+
 def summary(recorded: Recorded) -> str:
     """Return what was read, and what was noticed, in lines."""
     lines = [f"{recorded.sums.rows} sequences of the format {recorded.form}"]
@@ -193,7 +215,16 @@ def summary(recorded: Recorded) -> str:
             f"{len(recorded.sequences)} sequences, drawn by prompt"
         )
     lines += [f"{count}: {remark}" for remark, count in recorded.remarks.items()]
-    lines += [f"{count} left out: {misfit}" for misfit, count in recorded.misfits.items()]
+    done = f"cut to fit at the {recorded.ends} value" if recorded.ends else "left out"
+    lines += [f"{count} {done}: {misfit}" for misfit, count in recorded.misfits.items()]
+    if recorded.passed_over:
+        lines.append(passed_over(recorded.passed_over))
+    if (masked := recorded.masked.whole).tokens:
+        of = masked.step(0)
+        lines.append(
+            f"{of.sequences} sequences apart, which the framework leaves out of the loss: mean "
+            f"|delta| {number(of.abs_diff)}, k3 {number(of.k3)} ({of.tokens:,} tokens)"
+        )
     if recorded.unread:
         lines.append(f"not read: the columns {', '.join(sorted(recorded.unread))}")
     return "\n".join(map(one_line, lines))

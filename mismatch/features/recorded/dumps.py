@@ -18,7 +18,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,16 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch.errors import MismatchError
-from mismatch.features.recorded.convert import converted
-from mismatch.features.recorded.parts import LARGE_BYTES, Part, parts_of
+from mismatch.features.recorded.convert import LACKS, converted
+from mismatch.features.recorded.parts import (
+    LARGE_BYTES,
+    TABLES,
+    Part,
+    Unreadable,
+    files_of,
+    named,
+    parts_of,
+)
 from mismatch.metrics.row_sums import Row, Sums
 from mismatch.processes.spread import HERE, Where
 from mismatch.run.files import bounded_memory, open_parquet, open_regular
@@ -39,7 +48,6 @@ Entry = dict[str, Any]
 Form = Literal[
     "torchtitan", "open-instruct", "generic", "verl", "nemo-rl", "prime-rl", "slime", "skyrl"
 ]
-SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".dp", ".pkl")
 TOGETHER = 1 << 16  # tokens that are added up at once
 AT_ONCE = 1 << 20  # values of a column of Parquet that are read at once, about
 LONGEST = 1 << 20  # tokens of a sequence: more than any context holds
@@ -50,6 +58,12 @@ SPARE = 4  # times its share of the tokens may a part keep: bytes do not count t
 LEAST = 16
 # First bytes of a file by ``torch.save``, and by ``pickle.dump`` with protocol 2 and later.
 PICKLED = (b"PK\x03\x04", b"\x80")
+MOST_MISFITS = 1000  # rows whose numbers are kept, of each kind
+LEAST_MISFITS = 8  # rows, from which on a list that is too long in all of them is cut to fit
+NAMED = 4  # kinds of rows that were left out; the rest are counted
+MISFIT = "lists of a row are of its sampled tokens, or of all its tokens: write both sides so"
+CUT_OFF = "left out: no JSON object, cut off or still written:"  # a line, and its place
+MASKS = ["response_mask", "loss_mask", "completion_mask", "labels_mask", "assistant_mask", "mask"]
 # What a row may say of where it came from, in any format; ``step`` also from the file's name.
 ATTRIBUTES = ("replica", "rank", "weight_version", "step", "environment")
 
@@ -67,6 +81,12 @@ class Recorded:
     """Remark -> how often."""
     misfits: Counter[str] = field(default_factory=Counter)
     """Sequences that were left out because their arrays differ in length: how -> how many."""
+    misfit_rows: dict[str, list[int]] = field(default_factory=dict)
+    """The same -> the first of their rows in the dump."""
+    ends: str = ""
+    """Where these were cut to the length of their tokens; "": they were left out."""
+    entries: int = 0
+    """Rows of the dump, those that were left out too."""
     unread: set[str] = field(default_factory=set)
     """Columns of the generic format that it does not know."""
     steps: set[str] = field(default_factory=set)
@@ -75,6 +95,10 @@ class Recorded:
     """Share of the prompts that is kept."""
     rows: float = 1.0
     """Share of their rows."""
+    passed_over: list[Unreadable] = field(default_factory=list)
+    """Files of a folder that were not read, and why."""
+    masked: Sums = field(default_factory=Sums)
+    """Of sequences that the framework leaves out of the loss: they decide nothing."""
 
     def keep(self, rows: list[Row], most: int | None) -> None:
         """Keep rows; of more than ``most`` tokens draw prompts, or rows where prompts are few."""
@@ -103,80 +127,143 @@ class Recorded:
         self.sums.merge(part.sums)
         self.remarks += part.remarks
         self.misfits += part.misfits
+        self.ends = part.ends
+        for what, rows in part.misfit_rows.items():
+            known = self.misfit_rows.setdefault(what, [])
+            known += [self.entries + row for row in rows][: MOST_MISFITS - len(known)]
+        self.entries += part.entries
         self.unread |= part.unread
         self.steps |= part.steps
+        self.passed_over += part.passed_over
+        self.masked.merge(part.masked)
         self.prompts, self.rows = min(self.prompts, part.prompts), min(self.rows, part.rows)
         before, self.sequences = self.sequences, []
         self.keep(before + part.sequences, most)
 
 
 def read_recorded(
-    path: Path,
+    path: Path | Sequence[Path],
     form: Form | None = None,
     python: str | None = None,
     *,
     step: int | None = None,
     most: int | None = None,
     on: Where = HERE,
+    skip_torn: bool = False,
+    ends: str = "",
 ) -> Recorded:
     """Return the format of a dump, its sequences, and sums over all of them.
 
+    Files of a folder that hold no rows are passed over and listed; a file that is given is read.
+
     Args:
+        path: a file, a folder, or files of a folder.
         form: None: decided by the fields of the first row of each file.
         python: interpreter of the framework's environment, for files of torch and pickle.
         step: leave out the sequences of others.
         most: tokens that are kept, about; prompts are drawn so that no more are. None: all.
         on: which processes read its parts.
+        skip_torn: leave out lines that are no JSON objects, wherever they are.
+        ends: "last" or "first": where values are taken away or added in rows whose lists have
+            other lengths. "": these rows are left out; if all are, the better end is taken.
 
     Raises:
         MismatchError: a file cannot be read, needs ``python``, holds no ids and logprobs, a row is
             malformed (named), or two files have different formats.
     """
-    recorded, files = Recorded(), files_of(path if on.dask is None else path.resolve())
-    parts, large = parts_of(files), sum(file.stat().st_size for file in files) > LARGE_BYTES
-    work = partial(read_part, form=form, python=python, step=step, most=most)
+    recorded = Recorded()
+    if isinstance(path, Path):
+        of_folder = path.is_dir()
+        files = files_of(path if on.dask is None else path.resolve())
+    else:
+        files, of_folder = list(path), True
+    parts, large = parts_of(files), sum(map(_size_of, files)) > LARGE_BYTES
+    work = partial(read_part, form=form, python=python, step=step, most=most,
+                   of_folder=of_folder, skip_torn=skip_torn, ends=ends)  # fmt: skip
     for part, read in zip(parts, on.each(work, parts, large), strict=True):
         if read.form and recorded.form and read.form != recorded.form:
             fault = f"{part.file} has the format {read.form}, and files before it {recorded.form}"
-            raise MismatchError(fault, "give the files of one format")
+            raise MismatchError(fault, "give the files of one format; --dump-format names one")
         recorded.merge(read, most)
-    if recorded.form is None:
-        raise MismatchError(f"{path} is empty", "give a file with one JSON object per line")
+    if recorded.form is None and recorded.passed_over:  # the one that was meant to be read
+        raise min(recorded.passed_over, key=lambda error: error.foreign)
+    where = path if isinstance(path, Path) else files[0]
+    if recorded.form is None and not recorded.remarks:
+        raise MismatchError(f"{where} is empty", "give a file with one JSON object per line")
     if not recorded.sequences and step is not None and recorded.steps:
         has = ", ".join(sorted(recorded.steps, key=len))
         raise MismatchError(f"--step {step}: the dump has none of it", f"it has {has}")
+    if not recorded.sequences and not ends and recorded.misfits.total() >= LEAST_MISFITS:
+        both = [
+            read_recorded(path, form, python, step=step, most=most, on=on, skip_torn=skip_torn,
+                          ends=end)
+            for end in ("last", "first")
+        ]  # fmt: skip
+        if all(read.sums.whole.tokens for read in both):
+            return min(both, key=lambda read: read.sums.whole.step(0).abs_diff)
     if not recorded.sequences:
-        left = "; ".join((*recorded.remarks, *recorded.misfits)) or "no row has a sampled token"
-        raise MismatchError(f"{path} has no sequence that can be scored: {left}")
+        left = [*recorded.remarks, *(f"{n}×: {what}" for what, n in recorded.misfits.items())]
+        more = f"; and {len(left) - NAMED} more" if len(left) > NAMED else ""
+        said = "; ".join(left[:NAMED]) or "no row has a sampled token"
+        fix = MISFIT if recorded.misfits else ""
+        if LACKS in recorded.remarks:
+            fix = "give the folder with the files of all ranks of a step"
+        raise MismatchError(f"{where} has no sequence that can be scored: {said}{more}", fix)
     return recorded
 
 
+def _size_of(file: Path) -> int:
+    with suppress(OSError):  # reading it says what is wrong
+        return file.stat().st_size
+    return 0
+
+
 def read_part(
-    part: Part, form: Form | None, python: str | None, step: int | None, most: int | None
+    part: Part,
+    form: Form | None,
+    python: str | None,
+    step: int | None,
+    most: int | None,
+    of_folder: bool = False,
+    skip_torn: bool = False,
+    ends: str = "",
 ) -> Recorded:
     """Read one part of a dump; see :func:`read_recorded`."""
     with bounded_memory(part.file):
-        return _read_part(part, form, python, step, most)
+        try:
+            return _read_part(part, form, python, step, most, skip_torn, ends)
+        except Unreadable as error:
+            if not of_folder:
+                raise
+            return Recorded(passed_over=[error])
 
 
 def _read_part(
-    part: Part, form: Form | None, python: str | None, step: int | None, most: int | None
+    part: Part,
+    form: Form | None,
+    python: str | None,
+    step: int | None,
+    most: int | None,
+    skip_torn: bool,
+    ends: str,
 ) -> Recorded:
-    recorded, place = Recorded(form), _from_name(part.file)
+    recorded, place = Recorded(ends=ends), named(part.file)
     known = {*GENERIC.split(), *ATTRIBUTES}
     most = most and min(most, 1 + int(SPARE * most * part.share))  # few rows leave a process
     waiting, tokens = list[Row](), 0
-    for number, entry in _entries(part, python):
+    for number, entry in _entries(part, python, recorded.remarks, skip_torn):
         where = partial(part.place, number)
-        recorded.form = form = recorded.form or _form_of(entry, where)
+        form = form or _form_of(entry, where, number == 1)
+        recorded.form = form
         try:
             rows = [*FORMS[form][0](entry, recorded.remarks)]
         except WRONG as error:
             fault = f"{where()}: no sequence of the format {form}: {error}"
-            fix = "docs/how-to/recorded-runs.md lists the fields; --format names another"
+            fix = "docs/how-to/recorded-runs.md lists the fields; --dump-format names another"
             raise MismatchError(fault, fix) from error
         recorded.unread |= entry.keys() - known if form == "generic" else set()
-        rows = [row for row in rows if _fits(row, where, recorded)]
+        rows = [row for row in rows if _fits(row, where, recorded, ends)]
+        recorded.entries += 1
         said = {
             name: str(entry[name]) for name in ATTRIBUTES if type(entry.get(name)) in (str, int)
         }
@@ -186,10 +273,14 @@ def _read_part(
         for row in rows:
             row.attributes = place | said | row.attributes
             recorded.steps.add(of := row.attributes.get("step", "none"))
-            if step is None or of == str(step):
-                row.number = recorded.sums.rows + len(waiting)
-                row.place = f"{part.number}:{row.number}"
-                waiting.append(row)
+            if step is not None and of != str(step):
+                continue
+            if row.masked:
+                recorded.masked.add([row])
+                continue
+            row.number = recorded.sums.rows + len(waiting)
+            row.place = f"{part.number}:{row.number}"
+            waiting.append(row)
         tokens += sum(len(row.token_ids) for row in rows)
         if tokens > TOGETHER:
             recorded.sums.add(waiting)
@@ -200,47 +291,29 @@ def _read_part(
     return recorded
 
 
-def files_of(path: Path) -> list[Path]:
-    """Return the files of a dump: itself, or those below a folder, by step and name.
-
-    Raises:
-        MismatchError: it does not exist or is no regular file, or the folder holds no file that
-            can be read.
-    """
-    if not path.is_dir():
-        if not path.exists():
-            raise MismatchError(f"{path} does not exist", "give a dump that a framework wrote")
-        if not path.is_file():
-            raise MismatchError(f"{path} is no regular file", "give a file that a framework wrote")
-        return [path]
-    files = [file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
-    if not files:
-        fault = f"{path} holds no {', '.join(SUFFIXES)} file"
-        raise MismatchError(fault, "give the folder that the dump is in")
-    return sorted(files, key=lambda file: (int(_from_name(file).get("step", 0)), str(file)))
-
-
-def _from_name(file: Path) -> dict[str, str]:
-    """Return what the names of a file and of its folder say: step and rank."""
-    text = f"{file.parent.name}/{file.stem}"
-    found = {name: re.findall(rf"{name}_?(\d+)", text) for name in ("step", "rank")}
-    return {name: numbers[-1] for name, numbers in found.items() if numbers}
-
-
-def _entries(part: Part, python: str | None) -> Iterator[tuple[int, Entry]]:
+def _entries(
+    part: Part, python: str | None, remarks: Counter[str], skip_torn: bool
+) -> Iterator[tuple[int, Entry]]:
     """Yield the number and the fields of every row of a part of a file."""
     path = part.file
     try:
         with open_regular(path) as file:
             start = file.read(4)
     except OSError as error:
-        raise MismatchError(f"{path}: {error.strerror}", "give a file that can be read") from error
+        raise Unreadable(f"{path}: {error.strerror}", "give a file that can be read") from error
+    if path.suffix in TABLES:
+        fix = "write one JSON object per row, with lists of numbers: docs/how-to/recorded-runs.md"
+        raise Unreadable(f"{path} is a table of text ({path.suffix})", fix)
     if start.startswith(PICKLED):
-        yield from converted(path, python)
-    elif start == b"PAR1":
+        yield from converted((path, *part.others), python, remarks)
+    elif start == b"PAR1" or path.suffix == ".parquet":
         yield from _parquet(part)
     else:
-        yield from part.json_lines()
+
+        def cut(place: str) -> None:
+            remarks[f"{CUT_OFF} {place}"] += 1
+
+        yield from part.json_lines(cut, skip_torn)
 
 
 def _parquet(part: Part) -> Iterator[tuple[int, Entry]]:
@@ -265,7 +338,7 @@ def _parquet(part: Part) -> Iterator[tuple[int, Entry]]:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         fault = f"{path} is no readable Parquet file: {error}"
-        raise MismatchError(fault, "was it cut off?") from error
+        raise Unreadable(fault, "was it cut off? is it still written?") from error
 
 
 def _values(column: Any) -> Any:
@@ -282,7 +355,7 @@ def _values(column: Any) -> Any:
     return [values[a:b] if valid else None for a, b, valid in spans]
 
 
-def _fits(row: Row, where: Callable[[], str], recorded: Recorded) -> bool:
+def _fits(row: Row, where: Callable[[], str], recorded: Recorded, ends: str) -> bool:
     """Whether a row can be scored; counts it among the misfits where its arrays do not fit.
 
     Raises:
@@ -304,12 +377,27 @@ def _fits(row: Row, where: Callable[[], str], recorded: Recorded) -> bool:
         fault = f"{where()}: the first token is sampled, and nothing predicts it"
         fix = "the mask is shifted, or the prompt is missing: write the prompt's ids too"
         raise MismatchError(fault, fix)
-    sides = {"rollout": row.logprobs, "trainer": row.train_logprobs, "entropy": row.entropy}
-    for side, values in sides.items():
-        if values is not None and len(values) != count:
-            recorded.misfits[f"{len(values) - count:+d} {side} values for the sampled tokens"] += 1
+    sides = {"rollout": "logprobs", "trainer": "train_logprobs", "entropy": "entropy"}
+    for side, name in sides.items():
+        values = getattr(row, name)
+        if values is None or len(values) == count:
+            continue
+        what = f"{len(values) - count:+d} {side} values for the sampled tokens"
+        recorded.misfits[what] += 1
+        known = recorded.misfit_rows.setdefault(what, [])
+        known += [recorded.entries] if len(known) < MOST_MISFITS else []
+        if not ends or abs(len(values) - count) > count / 2:
             return False
+        setattr(row, name, _with_length(values, count, ends))
     return True
+
+
+def _with_length(values: Floats, count: int, ends: str) -> Floats:
+    """Return so many values: others are taken away at an end, or NaN added there."""
+    if len(values) > count:
+        return values[:count] if ends == "last" else values[len(values) - count :]
+    nothing = np.full(count - len(values), np.nan)
+    return np.concatenate([values, nothing] if ends == "last" else [nothing, values])
 
 
 # ---------------------------------------------------------------- formats
@@ -344,6 +432,7 @@ def nemo_rl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     ids, sampled = _ids(entry, "token_ids"), _mask(entry, "token_loss_mask")
     row = _row(entry, ids, sampled, sampled, "generation_logprobs", "prev_logprobs")
     row.prompt, row.reward = _context(row), _reward(entry.get("rewards"))
+    row.masked = entry.get("sample_loss_mask") in (0, False)
     yield row
 
 
@@ -372,6 +461,10 @@ def slime(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     sampled = np.concatenate([np.zeros(context, np.bool_), response])
     row = _row(entry, ids, sampled, response, "rollout_log_probs", "log_probs", "entropy")
     row.prompt = tuple(ids[:context].tolist())
+    if type(entry.get("truncated")) in (int, bool):
+        row.finish_reason = "length" if entry["truncated"] else "stop"
+    versions = entry.get("weight_versions")
+    _versions(row, versions if isinstance(versions, list) else [])
     yield row
 
 
@@ -416,8 +509,7 @@ def torchtitan(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
             empty = (np.zeros(0, np.int64), np.zeros(0, np.bool_), np.zeros(0))
             reward = _reward(entry.get("reward"))
             rows.append(Row(*empty, prompt=entry.get("group_id"), reward=reward))
-            if turn.get("min_policy_version") is not None:
-                rows[-1].attributes["weight_version"] = str(turn["min_policy_version"])
+            _versions(rows[-1], [turn.get("min_policy_version")])
         row = rows[-1]
         observed = np.zeros(len(context) - len(row.token_ids), np.bool_)
         row.token_ids = np.concatenate([context, ids])
@@ -446,6 +538,7 @@ def verl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     there = _mask(entry, "attention_mask") if masked else np.ones(len(ids), np.bool_)
     row = _unpadded(entry, ids, there, mask, "rollout_log_probs", "old_log_probs")
     row.prompt = tuple(prompt[there[: len(prompt)]].tolist())
+    _versions(row, [entry.get(name) for name in ("min_global_steps", "max_global_steps")])
     scores = entry.get("rm_scores")
     row.reward = None if scores is None else _reward(float(sum(scores)))
     # A row does not say what ended it. A response that leaves no padding was cut; where the last
@@ -470,6 +563,14 @@ def skyrl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     row = _unpadded(entry, ids, there, mask, "rollout_logprobs", "action_log_probs")
     row.prompt = _context(row)
     yield row
+
+
+def _versions(row: Row, versions: Sequence[Any]) -> None:
+    """Note the versions of the weights that sampled a row: one, or the first and the last."""
+    known = [str(each) for each in versions if type(each) in (int, str)]
+    if known:
+        span = known[:1] if known[0] == known[-1] else [known[0], known[-1]]
+        row.attributes["weight_version"] = " to ".join(span)
 
 
 def _unpadded(entry: Entry, ids: Ints, there: Bools, mask: Bools, *columns: str) -> Row:
@@ -509,6 +610,12 @@ TEXT_ONLY = (
         "and actor_rollout_ref.rollout.calculate_log_probs=True",
     ),
     (
+        {"head_version", "prompt", "completion"},
+        "AReaL's dump_to_file holds text alone",
+        "no setting of it records ids; a workflow can write input_ids, loss_mask, logprobs and "
+        "versions of its trajectories as docs/how-to/recorded-runs.md has them",
+    ),
+    (
         {"prompt", "completion"},
         "a record of TRL's completions holds text alone",
         "no setting of it records ids; a callback can write prompt_ids, completion_ids and "
@@ -517,16 +624,16 @@ TEXT_ONLY = (
 )
 
 
-def _form_of(entry: Entry, where: Callable[[], str]) -> Form:
+def _form_of(entry: Entry, where: Callable[[], str], first: bool) -> Form:
     for form, (_, marks) in FORMS.items():
         if any(set(each.split()) <= entry.keys() for each in marks.split("|")):
             return form
     for fields, what, remedy in TEXT_ONLY:
         if fields <= set(entry):
-            raise MismatchError(f"{where()}: {what}, and tokens are what is compared", remedy)
+            raise Unreadable(f"{where()}: {what}, and tokens are what is compared", remedy)
     fault = f"{where()}: no known format (fields: {', '.join(sorted(entry)) or 'none'})"
     fix = f"one of {', '.join(FORMS)}: docs/how-to/recorded-runs.md lists their fields"
-    raise MismatchError(fault, fix)
+    raise Unreadable(fault, fix, foreign=first)
 
 
 # ---------------------------------------------------------------- values
@@ -549,6 +656,9 @@ def _ids(entry: Entry, name: str) -> Ints:
 
 
 def _mask(entry: Entry, name: str) -> Bools:
+    other = next((other for other in MASKS if name not in entry and other in entry), "")
+    if other:
+        raise ValueError(f"no {name}, but {other}: rename it, if it is 1 where a token was sampled")
     return np.asarray(_list(entry, name), np.bool_)
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
+from mismatch.analysis.cause_results import Cause
 from mismatch.codec import from_json
+from mismatch.features.recorded import told
 from mismatch.features.recorded.rows import LEAST_ROWS, RowGroups, row_groups
 from mismatch.keys import TRAIN
 from mismatch.metrics.row_sums import Step
+from mismatch.metrics.token import exp_minus_linear
 from mismatch.reports.formatting import plural
 from mismatch.run.manifest import damage_named
 from mismatch.specs import CheckSpec
-from mismatch.types import Check, Pair
+from mismatch.types import Check, Judgement, Pair
 
 FILE = "recorded.json"
 SCHEMA = "mismatch.recorded/1"
@@ -28,11 +33,15 @@ class Finding:
     """rollout or trainer; "": of neither alone."""
     tokens: int
     sequences: int
+    first: str = ""
+    """Where the first of them is."""
 
     def __str__(self) -> str:
         where = f"{self.side}: " if self.side else ""
         rows = plural(self.sequences, "sequence")
-        return f"{where}{self.what} ({plural(self.tokens, 'token')} in {rows})"
+        of = f"{plural(self.tokens, 'token')} in {rows}" if self.tokens else rows
+        at = f", the first at {self.first}" if self.first else ""
+        return f"{where}{self.what} ({of}{at})"
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,13 @@ class RecordedReport:
     """Empty where the dump holds a single step."""
     whole: Step | None = None
     """Of all sequences, where the report holds a part of them; else None."""
+    growth: told.Growth | None = None
+    """None: the mismatch does not grow over the steps."""
+    columns: str = ""
+    """What is wrong with the two columns as a whole."""
+    columns_fix: str = ""
+    hidden: str = ""
+    """What all tokens or a step show, and the compared tokens do not."""
 
 
 def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
@@ -73,6 +89,7 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
         return None
     rows: RowGroups | None = None
     whole: Step | None = None
+    columns, k3 = ("", ""), 0.0
     with damage_named(run_dir / FILE):
         facts = from_json(RecordedFacts, store.load_document(run_dir, FILE))
         if {TRAIN, "recorded:decode"} <= set(store.scoring_names(run_dir)):
@@ -83,22 +100,62 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
             rows = row_groups(pair, rollout, facts.attributes)
             if facts.whole is not None and facts.whole.tokens > rollout.n_actions:
                 whole = facts.whole
+            columns = told.columns_of(pair)
+            with np.errstate(over="ignore"):
+                k3 = float(exp_minus_linear(pair.delta).mean())
     steps = facts.steps if len(facts.steps) > 1 else ()
-    return RecordedReport(facts.file, facts.format, facts.findings, rows, steps, whole)
+    hidden = told.disagreement(whole, steps, k3, rollout.n_actions) if rows is not None else ""
+    return RecordedReport(
+        facts.file, facts.format, facts.findings, rows, steps, whole,
+        told.growth_of(steps) if rows is not None else None, *columns, hidden,
+    )  # fmt: skip
+
+
+def causes(result: RecordedReport) -> tuple[Cause, ...]:
+    """Return what rows and steps say of causes."""
+    return told.causes_of(result.rows, result.growth, result.steps)
+
+
+def reason(result: RecordedReport) -> str:
+    """Return what is said behind the verdict's reason."""
+    return result.growth.sentence() if result.growth is not None else ""
+
+
+def judged(result: RecordedReport, judgements: tuple[Judgement, ...]) -> tuple[Judgement, ...]:
+    """Return judgements in which all tokens and the worst step have their say."""
+    return told.judged_by_all(judgements, result.whole, result.steps)
 
 
 def checks(result: RecordedReport) -> tuple[Check, ...]:
     """Return the checks that the verdict reads: values that cannot be true, and rows apart."""
     values = Check("recorded-values", "passed", "every recorded log-probability is a number")
     if result.findings:
-        fix = "find where these values arise; a trainer's NaN is often an overflow of fp16. The "
-        fix += "numbers are of all other tokens"
+        lists = all(not finding.tokens for finding in result.findings)
+        fix = "find where these values arise; a trainer's NaN is often an overflow of fp16"
+        if lists:
+            fix = "write a value for every sampled token on both sides: one is lost or added where "
+            fix += "the lists are made, e.g. for the end of a response"
+        fix += ". The numbers are of all others"
         values = Check("recorded-values", "failed", "; ".join(map(str, result.findings)), fix)
     if result.rows is None:
         return (values,)
-    if found := result.rows.sentence():
-        return values, Check("which-rows", "warning", found, result.rows.advice())
-    if result.rows.rows < LEAST_ROWS:
-        few = f"{result.rows.rows} rows could be scored, {LEAST_ROWS} are needed"
+    more = []
+    if result.columns:
+        more.append(Check("recorded-columns", "inconclusive", result.columns, result.columns_fix))
+    if result.growth is not None:
+        fix = "compare the weights of both sides after a sync: mismatch sync-probe"
+        more.append(Check("recorded-growth", "warning", result.growth.sentence(), fix))
+    if result.hidden:
+        worst = told.worst_of(result.steps, "k3")
+        fix = f"look at this step alone: --step {worst.step}" if worst else "compare more: --step N"
+        more.append(Check("recorded-steps", "warning", result.hidden, fix))
+    return *more, *_of_rows(result, result.rows, values)
+
+
+def _of_rows(result: RecordedReport, rows: RowGroups, values: Check) -> tuple[Check, ...]:
+    if found := rows.sentence():
+        return values, Check("which-rows", "warning", found, rows.advice())
+    if rows.rows < LEAST_ROWS:
+        few = f"{rows.rows} rows could be scored, {LEAST_ROWS} are needed"
         return values, Check("which-rows", "not_tested", few)
     return values, Check("which-rows", "passed", "all sequences are equally far apart")

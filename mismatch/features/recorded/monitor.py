@@ -1,7 +1,8 @@
 """Record some rows of a training run while it trains, and log its headline numbers.
 
 Runs inside a framework's process: it imports numpy and this package's metrics. Nothing that goes
-wrong here ends the run; the first failure is written to standard error. Set by the environment:
+wrong here ends the run; the first failure of a kind is written to standard error. Set by the
+environment:
 
 - ``MISMATCH_WATCH_DIR``: where rows are written (``step_N.jsonl``, read by ``mismatch watch`` and
   ``mismatch postmortem``); unset: nothing happens;
@@ -50,7 +51,7 @@ class Monitor:
     every: int = 10
     rows: int = 64
     step: int = 0
-    _failed: bool = field(default=False, repr=False)
+    _failed: set[str] = field(default_factory=set, repr=False)
 
     @classmethod
     def from_environment(cls) -> Monitor | None:
@@ -78,9 +79,11 @@ class Monitor:
         try:
             return self._write(batch_of())
         except Exception as error:  # whatever a framework of another version holds
-            if not self._failed:
-                print(f"mismatch: this step is not recorded: {error!r}", file=sys.stderr)
-            self._failed = True
+            kind = f"{type(error).__name__} {error!s:.60}"
+            if kind not in self._failed:
+                said = f"mismatch: step {self.step} is not recorded: {error!r}"
+                print(said, "(said once)", file=sys.stderr)
+            self._failed.add(kind)
             return {}
 
     def _write(self, batch: Batch) -> dict[str, float]:
@@ -108,7 +111,7 @@ class Monitor:
             train = plain_array("train_logprobs", batch.train_logprobs[row])[mask].astype(
                 np.float64
             )
-            sums.add([Row(ids, sampled, rollout, train)])
+            sums.add([Row(ids, sampled, rollout, train, number=row)])
             entry = {
                 "token_ids": ids.tolist(),
                 "action_mask": sampled.astype(int).tolist(),

@@ -30,6 +30,11 @@ CHANCE = 1e-4  # of this agreement, times the groupings that were tried
 IN_TURN = "row of the file, modulo"
 SOURCES = ("replica", "rank", "weight_version")
 WEAK_FACTOR = 1.5  # times as far apart, of all rows of a source
+NAMED = 12  # rows that are off and are named
+PLACES = 8  # groups of tokens by their place in the response
+IN_PLACE = 0.9  # rank correlation of these groups' distances with their places
+ALONG = 2.0  # times as far apart in the last group as in the first; the embedded clean run: 1.2
+FITS = 0.25  # of the distance behind a token, that a shift must leave at most
 CHANGED = 0.01  # chance of a change inside one row (Pettitt 1979)
 MANY_CHANGED = 0.15  # share of rows with a change; clean runs have up to 0.05
 
@@ -62,14 +67,34 @@ class RowGroups:
     """Median place of that change, as a share of the response; None: too few rows change."""
     change_factor: float = 1.0
     """Distance after the change over that before it, the median row's."""
+    named: tuple[str, ...] = ()
+    """Of those that are off, the rows of the file, from 0, where they are few."""
+    shifted: tuple[str, ...] = ()
+    """Of these, rows whose two sides fit from some token on if one of them is shifted."""
+    shifted_by: int = 0
+    """Tokens."""
+    with_position: float = 1.0
+    """Distance at the last places of responses over that at the first, where it grows with them."""
 
     def sentence(self) -> str:
-        """Say which rows are off; "" where all are alike."""
+        """Say which rows are off, and whether places in them are; "" where all are alike."""
+        said = self._of_rows()
+        if self.with_position == 1.0:
+            return said
+        grows = f"the distance grows with the position in the response, {self.with_position:.2g}×"
+        return f"{grows} from the first to the last eighth of the tokens{'; ' * bool(said)}{said}"
+
+    def _of_rows(self) -> str:
         if self.off:
             share = len(self.off) / self.rows
             text = f"{share:.0%} of the rows are {self.factor:.3g}× as far apart as the others"
+            if self.shifted:
+                shift = f"one side is shifted by {self.shifted_by:+d} token from some token on"
+                return f"{text}: in row {', '.join(self.shifted)} {shift}"
             if not self.shared:
-                return f"{text}; nothing that is known of the rows separates them from the others"
+                which = f": row {', '.join(self.named)} (from 0)" if self.named else ""
+                known = "nothing that is known of the rows separates them from the others"
+                return f"{text}{which}; {known}"
             best = self.shared[0]
             which = f"{best.attribute} {', '.join(best.values)}"
             return f"{text}: {'all' if best.agreement == 1 else 'nearly all'} of {which}"
@@ -83,12 +108,36 @@ class RowGroups:
 
     def advice(self) -> str:
         """Say what to look at first."""
+        if self.shifted:
+            return "pass token ids, never text, from the engine to the trainer"
+        if self.with_position > 1:
+            return "compare what depends on the position: rotary settings, context length, windows"
         if self.off and self.shared:
             best = self.shared[0]
             return f"compare weights and settings of {best.attribute} {best.values[0]} with another"
+        if self.named:
+            return "look at the tokens of these rows on both sides"
         if self.off:
             return "write replica, rank and weight_version of every row into the dump"
-        return "look for weights that are updated while a response is sampled"
+        return (
+            "compare by position and length; in asynchronous training also look for weights that "
+            "are updated while a response is sampled"
+        )
+
+    def at_places(self, pair: Pair, surprise: Floats) -> RowGroups:
+        """Return the groups with how the distance grows along responses, places of all pooled."""
+        starts = np.searchsorted(pair.sequence, np.arange(len(pair.prompt)))
+        place = np.arange(len(surprise)) - starts[pair.sequence]
+        edges = np.quantile(place, np.linspace(0, 1, PLACES + 1)[1:-1])
+        eighth = np.searchsorted(edges, place)
+        count = np.bincount(eighth, minlength=PLACES)
+        if (count < LEAST_TOKENS * LEAST_ROWS).any():
+            return self
+        mean = np.bincount(eighth, surprise, PLACES) / count
+        order = np.corrcoef(np.argsort(np.argsort(mean)), np.arange(PLACES))[0, 1]
+        if order < IN_PLACE or mean[-1] < ALONG * mean[0]:
+            return self
+        return replace(self, with_position=float(mean[-1] / mean[0]))
 
 
 def row_groups(pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]]) -> RowGroups:
@@ -98,6 +147,13 @@ def row_groups(pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]])
         known: attribute -> its value for every row, [N].
     """
     surprise = surprises(pair)
+    return _groups(pair, rollout, known, surprise).at_places(pair, surprise)
+
+
+def _groups(
+    pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]], surprise: Floats
+) -> RowGroups:
+    """Return the rows of a run in two groups, whatever the places of their tokens."""
     rows = len(pair.prompt)
     tokens = np.bincount(pair.sequence, minlength=rows)
     scored = np.flatnonzero(tokens >= LEAST_TOKENS)
@@ -127,12 +183,43 @@ def row_groups(pair: Pair, rollout: Rollout, known: Mapping[str, Sequence[str]])
     far = far_group(score)
     if far is None:
         return _by_source(score, scored, held) or changes
+    off = scored[far]
+    shifted, by = _shifted(pair, off)
+    names = list(map(str, known.get("row", range(rows))))
     return RowGroups(
         len(scored),
-        tuple(int(row) for row in scored[far]),
+        tuple(int(row) for row in off),
         float(np.exp(score[far].mean() - score[~far].mean())),
         _shared(far, held),
+        named=tuple(names[row] for row in off) if len(off) <= NAMED else (),
+        shifted=tuple(names[row] for row in shifted[:NAMED]),
+        shifted_by=by,
     )
+
+
+def _shifted(pair: Pair, off: Ints) -> tuple[list[int], int]:
+    """Return the rows whose sides fit from some token on when one is shifted, and by how much."""
+    best: tuple[list[int], int] = [], 0
+    for lag in (1, -1, 2, -2):
+        rows = []
+        for row in off:
+            a, b = np.searchsorted(pair.sequence, [row, row + 1])
+            left, right = pair.rollout[a:b], pair.train[a:b]
+            n = len(left)
+            if n < 2 * LEAST_TOKENS:
+                continue
+            moved = np.full(n, np.nan)
+            moved[max(0, -lag) : n - max(0, lag)] = left[max(0, lag) : n + min(0, lag)]
+            own, other = np.abs(right - left), np.abs(right - moved)
+            other[np.isnan(other)] = 0.0
+            behind = [np.cumsum(each[::-1])[::-1] for each in (own, other)]
+            cut = int(np.argmax(behind[0] - behind[1]))
+            long_enough = n - cut >= LEAST_TOKENS and cut > 0
+            if long_enough and behind[1][cut] < FITS * behind[0][cut]:
+                rows.append(int(row))
+        if len(rows) > len(best[0]):
+            best = rows, lag
+    return best if len(best[0]) >= max(1, len(off) / 2) else ([], 0)
 
 
 def surprises(pair: Pair) -> Floats:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.analysis.diagnosis.twins import STEP
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.features.recorded.dumps import Recorded
@@ -62,11 +63,25 @@ def as_run(
     finite = np.logical_and.reduce([np.isfinite(values) for values in sides.values()])
     sums = recorded.sums
     findings = [
-        Finding(what, side, count, sums.bad_rows[side, what])
+        Finding(what, side, count, sums.bad_rows[side, what], str(sums.first[side, what]))
         for (side, what), count in sums.not_finite.items()
         if side in sides and count
     ]
-    findings += [Finding(misfit, "", 0, count) for misfit, count in recorded.misfits.items()]
+    findings += [
+        Finding(
+            f"{misfit}; cut to fit at the {recorded.ends} value" if recorded.ends else misfit,
+            "",
+            0,
+            count,
+            which_rows(recorded.misfit_rows[misfit]),
+        )
+        for misfit, count in recorded.misfits.items()
+    ]
+    if len(sides) == 2 and sums.whole.tokens and not np.isfinite(sums.whole.step(0).k3):
+        assert sums.worst is not None
+        size, place = sums.worst
+        what = f"no finite ratio: the sides are {size:.4g} nats apart"
+        findings.insert(0, Finding(what, "", 1, 1, str(place)))
     mask = sampled.copy()
     mask[sampled] = finite
     rewards = [row.reward for row in rows if row.reward is not None]
@@ -83,6 +98,10 @@ def as_run(
     )
     ids = rollout.token_ids[rollout.actions]
     decode = Scoring(Key.of(ENGINE, "decode"), ids, sides["rollout"][finite], engine)
+    steps = [row.attributes.get("step") for row in rows]
+    if None not in steps and len({*steps}) > 1:
+        of_token = rollout.sequence_of_token[rollout.actions]
+        decode = replace(decode, extra={STEP: np.array(steps, np.float64)[of_token]})
     train = None
     if trainer is not None and "trainer" in sides:
         held = [row.entropy for row in rows if row.entropy is not None]
@@ -94,6 +113,21 @@ def as_run(
     attributes = {name: tuple(row.attributes[name] for row in rows) for name in of_all}
     attributes["row"] = tuple(str(row.number) for row in rows)
     return RecordedRun(rollout, decode, train, tuple(findings), attributes)
+
+
+def which_rows(rows: list[int]) -> str:
+    """Say which rows of a dump these are, in order.
+
+    >>> which_rows([3, 7, 11, 15])
+    'row 3, and every 4th row from there on'
+    """
+    gaps = np.diff(rows)
+    if len(rows) > 2 and (gaps == gaps[0]).all():
+        nth = {1: "every", 2: "every second", 3: "every 3rd"}.get(
+            int(gaps[0]), f"every {gaps[0]}th"
+        )
+        return f"row {rows[0]}, and {nth} row from there on"
+    return f"row {rows[0]}"
 
 
 def turns_of(sampled: Bools) -> Ints:

@@ -36,12 +36,21 @@ CROSSED = ((2e-3, "k3", "k3"), (0.013, "k3", "k3"), (0.08, "abs_diff", "mean |de
 def section(result: RecordedReport, report: Report) -> Section:
     """Show the values that cannot be true, the rows that are off, and the steps."""
     found = result.rows.sentence() if result.rows is not None else ""
+    grown = result.growth.sentence() if result.growth is not None else ""
+    warned = (result.columns, grown, result.hidden, found)
     sentences = []
     for bound, name, label in CROSSED:
         # k3 beyond every number is stored as null, and read as NaN.
-        step = next((step for step in result.steps if not getattr(step, name) <= bound), None)
+        measured = [step for step in result.steps if step.tokens]
+        step = next((step for step in measured if not getattr(step, name) <= bound), None)
         if step is not None:
             sentences.append(f"{label} is first above {bound:g} at step {step.step}.")
+    for empty in (step.step for step in result.steps if not step.tokens):
+        sentences.append(f"At step {empty} no token has a number on both sides.")
+    if result.growth is not None:
+        sentences.insert(0, f"{capital(result.growth.sentence())}.")
+    if result.hidden:
+        sentences.insert(0, f"{capital(result.hidden)}.")
     enough = result.rows is not None and result.rows.rows >= LEAST_ROWS
     if result.rows is not None and enough and not found:
         sentences = [f"All {result.rows.rows} rows are about equally far apart.", *sentences]
@@ -57,12 +66,13 @@ def section(result: RecordedReport, report: Report) -> Section:
         "recorded",
         "The recorded run",
         f"Read from {result.file}, in the format of {result.format}.",
-        warnings=[capital(found)] if found else [],
+        warnings=[capital("; ".join(filter(None, warned)))] if any(warned) else [],
         sentences=sentences,
         tables=[
             Table.of(FINDINGS, result.findings),
             Table.of(SHARED, shared),
             Table.of(STEPS, result.steps),
         ],
-        short=found or ("All rows are about equally far apart." if enough else "Too few rows."),
+        short=next(filter(None, warned), "")
+        or ("All rows are about equally far apart." if enough else "Too few rows."),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 K3 = "k3_kl"
 NAMED = 6  # of what was not tested; the rest is counted
+ALL_CUT, CUT = 0.9999, math.log(2.0)  # share of the batch, and nats of a sequence's ratio
 WRONG = ("failed", "inconclusive", "warning")
 
 
@@ -224,7 +226,10 @@ def _training(report: Report) -> Iterator[str]:
     if "clip_fraction" in metrics:
         share = percent(metrics["clip_fraction"].value)
         yield f"PPO would clip {share} of tokens before the first update"
-    if "ess_seq" in metrics:
+    sums = metrics.get("seq_logratio_mean")
+    if "ess_seq" in metrics and metrics["ess_seq"].value > ALL_CUT and sums and sums.value > CUT:
+        yield "every sequence-level weight is cut, so that they say nothing of the batch"
+    elif "ess_seq" in metrics:
         yield f"sequence-level weights keep {percent(metrics['ess_seq'].value)} of the batch"
 
 

@@ -10,7 +10,7 @@ from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, Repair, above
 from mismatch.analysis.diagnosis.detector import Detector, Finding, Look, paired_anew
 from mismatch.analysis.diagnosis.legs import farther
 from mismatch.analysis.diagnosis.twins import Odd, odd_pairs, twins_of
-from mismatch.types import Floats, NotTested
+from mismatch.types import Floats, Ints, NotTested
 
 MAX_LAG = 64
 MIN_TOKENS = 32
@@ -150,9 +150,11 @@ def rows(case: Case) -> Look | NotTested:
     tried = [row for row in order[:SUSPECTS] if own[row] > APART]
     partner: dict[int, int] = {}
     alone = 0
+    ids = _heads_of_ids(case, long_enough)
     for row in tried:
         distances = _distance(left[row], other_heads)
-        distances[row] = np.inf
+        # A row that begins with the same tokens, e.g. of a prompt that is replayed, fits anyway.
+        distances[(ids[:, :MIN_HEAD] == ids[row, :MIN_HEAD]).all(axis=1)] = np.inf
         best = int(distances.argmin())
         near, lone = _fits(distances, float(own[row]), typical)
         if near:
@@ -199,6 +201,12 @@ def _heads(values: Floats, rows: list[slice], length: int) -> Floats:
         head = np.clip(values[row][:length], LOWEST, 0.0)
         heads[line, : len(head)] = head
     return heads
+
+
+def _heads_of_ids(case: Case, rows: list[slice]) -> Ints:
+    """Return the first token ids of these rows, [R, MIN_HEAD]; each has as many."""
+    ids = case.rollout.token_ids[case.rollout.actions]
+    return np.stack([ids[row][:MIN_HEAD] for row in rows])
 
 
 def _distance(left: Floats, right: Floats) -> Floats:

@@ -1,0 +1,48 @@
+"""Configuration files: what is not followed is said in the plan, and others' files are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..command import mismatch
+
+OTHERS = {
+    "ROLL": "exp_name: a\nactor_train: {a: 1}\nactor_infer: {a: 1}\nrollout_batch_size: 8\n",
+    "NeMo-RL": "grpo: {a: 1}\npolicy: {model_name: a}\nloss_fn: {a: 1}\n",
+    "prime-rl": "orchestrator: {a: 1}\ntrainer: {a: 1}\ninference: {a: 1}\n",
+    "SkyRL": "trainer: {a: 1}\ngenerator: {a: 1}\nenvironment: {a: 1}\n",
+    "AReaL": "allocation_mode: a\nactor: {a: 1}\nrollout: {a: 1}\n",
+    "verl": "actor_rollout_ref: {model: {path: a}}\ndata: {a: 1}\n",
+}
+
+
+def plan(tmp_path, flag, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    command = ["check", "--model", "tiny-gpt-oss", "--dry-run", flag, path]
+    return mismatch(*command, "--max-tokens", 64, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("whose", OTHERS)
+def test_a_file_of_another_framework_is_refused_by_its_name(tmp_path, whose):
+    done = plan(tmp_path, "--trl-config", OTHERS[whose])
+    assert done.returncode == 2
+    assert f"configuration of {whose}" in done.stderr
+    assert ("--verl-config" in done.stderr) == (whose == "verl")
+
+
+@pytest.mark.parametrize("key", ["temprature", "num_generation", "max_completion_lenght"])
+def test_a_mistyped_key_is_refused(tmp_path, key):
+    done = plan(tmp_path, "--trl-config", f"num_generations: 8\n{key}: 1\n")
+    assert done.returncode == 2
+    assert f"{key} is no key" in done.stderr
+    assert "did you mean" in done.stderr
+
+
+def test_what_is_not_reproduced_is_in_the_plan(tmp_path):
+    text = "use_peft: true\ngeneration_kwargs: {min_tokens: 5, min_p: 0.1}\nlora_r: 8\n"
+    done = plan(tmp_path, "--trl-config", text)
+    said = [line.strip() for line in done.stdout.splitlines() if "not reproduced" in line]
+    assert any("use_peft = True" in line for line in said)
+    assert any("min_tokens = 5" in line for line in said)
+    assert not any("min_p" in line for line in said)
