@@ -44,11 +44,11 @@ FLAGS = (*FEW, "--nproc-per-node", "1", "--no-locate", "--exact-kl", "0")
 @pytest.mark.parametrize(
     ("case", "engine"),
     [
-        ("dynamic", ()),
+        ("dynamic", ("kv_cache_dtype=fp8",)),
         ("yarn", ("enable_prefix_caching=true",)),
         ("longrope", ()),
         ("adapter", ()),
-        ("gpt2", ("kv_cache_dtype=fp8",)),
+        ("gpt2", ()),
     ],
 )
 def test_a_long_sequence_moves_no_sampled_value(
