@@ -51,7 +51,7 @@ def test_a_ratio_that_is_no_number_is_the_headline(tmp_path):
     dump = made.generic(tmp_path / "rows.jsonl", rows, step=3, rank=1)
     said, report = judged(tmp_path, dump)
     assert "recorded-values" in report["verdict"]["reason"]
-    assert "step 3, rank 1" in report["verdict"]["reason"]
+    assert "3, rank 1" in report["verdict"]["reason"]
     assert "row 5, sampled" in " ".join(said.split())
 
 
