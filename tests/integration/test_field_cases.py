@@ -96,9 +96,7 @@ def test_a_norm_behind_the_rotation_is_no_difference_of_weights(tmp_path, monkey
 
 def test_two_faults_are_both_named_the_larger_first(tmp_path, monkeypatch):
     """transformers' sdpa drops the cap on scores; the engine takes another activation."""
-    model = make(
-        "gemma2", tmp_path / "gemma2", **WIDE, query_pre_attn_scalar=1, tie_word_embeddings=True
-    )
+    model = make("gemma2", tmp_path / "gemma2", **WIDE, tie_word_embeddings=True)
     first, second, *_ = checked(monkeypatch, tmp_path, model, "exact-gelu:1", "--attention", "sdpa")
     assert (first["id"], first["side"], first["status"]) == (
         "logit-softcap",
