@@ -35,8 +35,7 @@ TITLES = {
     "final_norm": "final norm",
     "head": "head",
 }
-# What a side can leave out or do otherwise at a module, in words: the checkpoint or its config.json
-# says that it is there, so that this side is wrong. Forms with a free factor a token come last.
+# What a side does otherwise than the checkpoint or config.json says; free factors come last.
 FORMS = {
     "no-qk-norm": "without the norm of queries and keys (q_norm, k_norm) in front of the rotation",
     "no-softcap": "without the cap on the scores (attn_logit_softcapping)",

@@ -59,7 +59,6 @@ def record_engine(job: dict[str, Any], rollout: Rollout) -> None:
     sequences = [ids.tolist() for ids in rollout.sequences()]
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
     starts = [int(np.flatnonzero(mask)[0]) for mask in masks]
-    # An adapter is served as the run serves it: an engine's own way of it may be what is wrong.
     with engine_class(name)(in_form(with_adapter_way(spec.engine)), sampling, longest) as engine:
         report_ready()
         scores = RECORD[name](engine, sequences, starts, sampling.temperature, folder)
