@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 LAYER = 1
@@ -180,6 +181,47 @@ def no_sinks(model: Any, strength: float) -> None:
             tensor.data.sub_(strength)
 
 
+def norm_behind_rope(model: Any, strength: float) -> None:
+    """Rotate queries and keys of qwen3 first and normalise them then; the strength is unused."""
+
+    def forward(self: Any, positions: Any, hidden_states: Any) -> Any:
+        sizes = [self.q_size, self.kv_size, self.kv_size]
+        q, k, v = self.qkv_proj(hidden_states)[0].split(sizes, dim=-1)
+        q, k = self.rotary_emb(positions, q.contiguous(), k.contiguous())
+        q = self.q_norm(q.reshape(*q.shape[:-1], -1, self.head_dim)).reshape(q.shape)
+        k = self.k_norm(k.reshape(*k.shape[:-1], -1, self.head_dim)).reshape(k.shape)
+        return self.o_proj(self.attn(q, k, v))[0]
+
+    for module in _modules(model, "Qwen3Attention"):
+        module.forward = MethodType(forward, module)
+
+
+def exact_gelu(model: Any, strength: float) -> None:
+    """Take the exact GELU in gated MLPs, whatever config.json says; the strength is unused."""
+    from torch.nn.functional import gelu
+
+    def forward(x: Any) -> Any:
+        half = x.shape[-1] // 2
+        return gelu(x[..., :half]) * x[..., half:]
+
+    for module in _modules(model, "GeluAndMul"):
+        module.forward = forward
+
+
+def no_shared_gate(model: Any, strength: float) -> None:
+    """Add qwen2_moe's shared expert without its gate; the strength is unused."""
+    for module in _modules(model, "Qwen2MoeMLP"):
+        module.expert_gate = None
+
+
+def adapter_scale(model: Any, strength: float) -> None:
+    """Scale LoRA adapters, which are loaded later, by alpha / rank times the strength."""
+    from vllm.lora import peft_helper
+
+    planted: Any = peft_helper.PEFTHelper
+    planted._scaling = lambda self, rank, alpha: alpha / rank * strength
+
+
 def _modules(model: Any, kind: str) -> Iterator[Any]:
     return (module for module in model.modules() if type(module).__name__ == kind)
 
@@ -199,4 +241,8 @@ FAULTS = {
     "cache-collision": cache_collision,
     "sampler-temperature": sampler_temperature,
     "late-end": late_end,
+    "norm-behind-rope": norm_behind_rope,
+    "exact-gelu": exact_gelu,
+    "no-shared-gate": no_shared_gate,
+    "adapter-scale": adapter_scale,
 }

@@ -87,6 +87,8 @@ class SideFacts(TypedDict, total=False):
     layers: list[int]  # [N, M]: the first N of M layers alone
     weights_form: str  # "as-stored", "bf16", "bf16 of fp8" …
     adapter: AdapterUsed
+    adapter_held_otherwise: list[str]  # parameters whose adapter is held otherwise than its files
+    adapter_times: float  # factor of these adapters over that of the files, where one fits them all
     source_files: dict[str, str]  # name -> sha256
     weights: Digests  # in report.json: one digest of them all, as text
     weights_parameters: int  # in report.json alone: how many
@@ -118,6 +120,7 @@ class SideFacts(TypedDict, total=False):
     attention_error: float  # of a kernel that failed its trial in float32, relative
     attention_backend: str | None
     honours_sinks: bool | None  # None: the model has no learned sinks
+    honours_softcap: bool | None  # likewise of attn_logit_softcapping
     moe: bool
     experts: str | None  # the trainer's kernel
     moe_backend: str | None  # the engine's

@@ -45,10 +45,10 @@ class Cause:
         consequences: what other detectors saw and no longer see once this is taken out.
         stated: a difference in what the sides state: it is there, whatever its share.
         kind: what the data alone would call it, where a statement gave it its name; else "".
-        fact: digests, resolved settings, or what a module gives on the same input differ: no cause
-            that was read off the scorings comes before it.
+        fact: digests, resolved settings, or what a module gives on the same input differ.
         made_here: confirmed of a setting that ran in place of the run's own, which was not
             measured: of the run it is suspected.
+        advice: what to do at the module and on the side that were found; "": see causes.toml.
     """
 
     id: str
@@ -62,6 +62,12 @@ class Cause:
     kind: str = ""
     fact: bool = False
     made_here: bool = False
+    advice: str = ""
+
+    @property
+    def located(self) -> bool:
+        """Whether running modules found it."""
+        return any(item.what == MODULE for item in self.evidence)
 
     @property
     def decided(self) -> bool:
@@ -105,5 +111,14 @@ class Causes:
 
 def place_of(found: Sequence[Cause]) -> str:
     """Return the first module that running modules found to differ; "" where none is named."""
-    evidence = found[0].evidence if found else ()
-    return next((str(item.value) for item in evidence if item.what == MODULE), "")
+    return next(filter(None, map(_place, found)), "")
+
+
+def places_of(found: Sequence[Cause]) -> dict[str, str]:
+    """Return the module that differs by the side that was run: "engine", "trainer"."""
+    places = {"trainer" if each.side == "trainer" else "engine": _place(each) for each in found}
+    return {side: place for side, place in places.items() if place}
+
+
+def _place(cause: Cause) -> str:
+    return next((str(item.value) for item in cause.evidence if item.what == MODULE), "")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mismatch.analysis.cause_results import KINDS, LITTLE, Cause, Causes, Evidence, Side
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
-from mismatch.analysis.diagnosis.ranking import diagnose
+from mismatch.analysis.diagnosis.ranking import diagnose, in_order
 from mismatch.analysis.explained import lead_of, led, unled
 from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.results import Square, sides_at_fault
@@ -37,43 +37,60 @@ def of_sides_at_fault(found: Sequence[Cause], square: Square | None) -> list[Cau
 
 
 def led_by(causes: Causes, found: Sequence[Cause]) -> Causes:
-    """Return the causes with those that were found by running modules before all that was guessed.
+    """Return the causes with what was found by running modules in place of what was guessed.
 
-    Digests and settings that differ stay first, and take the module as evidence where they explain
-    it. A cause that the module could be gets it as evidence and leads. What only says that the same
-    side is off is the same finding without a place: its share and its side are kept, and it goes.
+    A difference of digests or settings that a module's source can be, on its side, takes the module
+    as evidence, and so does any cause that it could be: the module confirms it. What only says that
+    the same side is off is the same finding without a place: its share and its side are kept, and
+    it goes. Other causes stay as they are, in the order of all shares.
     """
-    facts = [cause for cause in causes.ranked if cause.fact]
-    rest = [cause for cause in causes.ranked if not cause.fact]
-    led: list[Cause] = []
+    rest, led = list(causes.ranked), list[Cause]()
     for each in found:
         sides = ("engine", "either") if each.side == "either" else (each.side, "either")
-        vague = [cause for cause in rest if cause.id in KINDS and cause.side in sides]
-        rest = [cause for cause in rest if cause not in vague]
-        names = (each.id, *each.alike)
-        known = next((cause for cause in facts if cause.id in names), None)
-        likely = next((c for c in rest if c.id in each.alike and c.side in sides), None)
+        vague = [
+            c for c in rest if c.id in KINDS and not c.fact and not c.stated and c.side in sides
+        ]
+        rest = [cause for cause in rest if not any(cause is other for other in vague)]
         effect = next((cause.effect for cause in vague if cause.effect is not None), None)
-        if known is not None:
-            effect = effect if known.effect is None else known.effect
-            status = each.status if each.status == "confirmed" else known.status
-            more = replace(
-                known,
-                status=status,
-                side=_narrower(known.side, each.side),
-                effect=effect,
-                evidence=known.evidence + each.evidence,
+        names = (each.id, *each.alike)
+        able = [cause for cause in rest if cause.id in names and cause.side in sides]
+        able.sort(key=lambda cause: (not (cause.fact or cause.stated), names.index(cause.id)))
+        if able:
+            known = able[0]
+            rest = [cause for cause in rest if cause is not known]
+            certain = known.fact or known.stated
+            own_first = certain or known.status == "confirmed"
+            parts = known.evidence, each.evidence
+            led.append(
+                replace(
+                    known,
+                    status=each.status if certain else known.status,
+                    side=_narrower(known.side, each.side),
+                    effect=effect if known.effect is None else known.effect,
+                    evidence=sum(parts if own_first else parts[::-1], ()),
+                    fact=True,
+                    alike=() if certain and each.status == "confirmed" else known.alike,
+                    advice=each.advice if known.id in KINDS else known.advice,
+                )
             )
-            facts[facts.index(known)] = more
-        elif likely is not None:
-            rest.remove(likely)
-            side = _narrower(likely.side, each.side)
-            evidence = each.evidence + likely.evidence
-            led.append(replace(likely, side=side, fact=True, evidence=evidence))
         else:
             side = next((cause.side for cause in vague), each.side)
             led.append(replace(each, effect=effect, side=_narrower(each.side, side)))
-    return replace(causes, ranked=(*facts, *led, *rest))
+    facts, others = ([c for c in rest if c.fact is fact] for fact in (True, False))
+    ranked, measured = [*facts, *led, *others], [*map(_share, (*facts, *led, *others))]
+    for place in range(len(led) - 1):
+        # The side that is farther off comes first in what is found: rounding can drown its share.
+        first = len(facts) + place
+        nearer = [share for share in measured[first:][: len(led) - place] if share is not None]
+        measured[first] = max(nearer, default=None)
+    for place in range(1, len(led)):
+        before, own = measured[len(facts) + place - 1], measured[len(facts) + place]
+        measured[len(facts) + place] = before if own is None else own
+    return replace(causes, ranked=tuple(in_order(ranked, measured)))
+
+
+def _share(cause: Cause) -> float | None:
+    return None if cause.effect is None else cause.effect.value
 
 
 def of_this_machine(causes: Causes, trainer: SideFacts) -> Causes:

@@ -11,6 +11,7 @@ from mismatch.types import Check, Verdict
 
 # Of how far a side is off: they fail with any cause on that side that carries the mismatch.
 DISTANCES = ("excess", "displaced", "implementation-gap", "long-sequence", "importance-ratio")
+FUNCTIONS = ("implementation-gap", "long-sequence")  # of these, those that float32 shows
 # Of how the mismatch looks: their warnings follow from any cause that carries it.
 LOOKS = ("alignment", "which-rows", "causes")
 WRONG = ("failed", "inconclusive", "warning")
@@ -31,6 +32,7 @@ KINDS = {
     "routes-agree": ("router-config", "corrupt-route-capture", "shifted-route-capture"),
     "zero-logprobs": ("appended-eos", "action-mask", "first-token"),
     "positive-logprobs": ("unnormalised-law", "bf16-lm-head"),
+    "attention-softcap": ("logit-softcap",),
     "weights-as-loaded": (
         *("weights-differ", "stale-weights", "tied-head-stale", "experts-differ", "double-load"),
         *("sleep-level-2", "lora-scale", "quantised-rollout", "quantised-module-list"),
@@ -42,12 +44,16 @@ def explains(cause: Cause, check: Check) -> bool:
     """Return whether a check fails or warns because of a cause."""
     if of_kind(cause, check):
         return True
+    what, _, side = check.id.removesuffix("-rounding").rpartition("-")
+    if check.id == "implementation-gap":
+        what, side = check.id, "engine"
+    same = side == cause.side or "either" in (side, cause.side)
+    if cause.located and what in FUNCTIONS and same:
+        return True  # rounding may drown the share of what float32 shows
     if cause.effect is not None and cause.effect.value < CARRIES:
         return False
     if check.id in LOOKS:
         return check.status == "warning"
-    what, _, side = check.id.removesuffix("-rounding").rpartition("-")
-    same = side == cause.side or "either" in (side, cause.side)
     return check.id in DISTANCES or (what in DISTANCES and same)
 
 

@@ -117,13 +117,16 @@ def _blocks(
         yield Block(low, high, float(size(np.abs(delta[low - 1 : high - 1]))))
 
 
+FROM_THE_START = "it begins at position 1: look at what other failed checks and causes name first"
+
+
 def checks(result: LongSequence) -> tuple[Check, ...]:
     """Return one check for each side in float32, and one for the trainer as it runs."""
     made = []
     for gap in result.gaps:
         side = "trainer" if gap.side == "trainer" else "engine"
         id_ = f"long-sequence-{side}{'-rounding' if gap.rounded else ''}"
-        fix = "" if gap.status == "passed" else (
+        fix = "" if gap.status == "passed" else FROM_THE_START if gap.begins == 1 else (
             "compare what depends on position: rotary settings, attention window, chunked prefill"
         )  # fmt: skip
         detail = f"{sentence(result, gap)} (level {gap.passed:.2g})"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from mismatch.analysis.levels import MORE_PROMPTS
 from mismatch.analysis.results import (
     Displaced,
@@ -42,8 +45,7 @@ FIXES: dict[tuple[str, Side], str] = {
         "first layers: --layers 2"
     ),
     ("gap", "either"): (
-        "the engine's implementation or the trainer's model code: mismatch locate names the "
-        "module; compare weights, rope, window and norm there"
+        "the engine's implementation or the trainer's model code: mismatch locate names the module"
     ),
     ("gap", "engine"): "the engine's implementation: mismatch locate names the module",
     ("gap", "trainer"): (
@@ -51,16 +53,33 @@ FIXES: dict[tuple[str, Side], str] = {
         "mismatch kernels"
     ),
 }
+# Of a trainer whose modules nobody can run one by one: a user's own code, or a framework's.
+OTHERS: dict[tuple[str, Side], str] = {
+    ("excess", "trainer"): "look for what the trainer's code computes in a lower precision",
+    ("gap", "trainer"): (
+        "compare the trainer's code with transformers' own model: its attention, head, masks and "
+        "positions; a check without --scorer says whether the model itself agrees"
+    ),
+}
+IN_FLOAT32 = (
+    "let the trainer score in float32 too: a class can (docs/how-to/your-trainer.md); "
+    "--fail-on unfit where what was measured is enough"
+)
 
 
-def square_checks(square: Square | None, place: str = "") -> list[Check]:
+def square_checks(
+    square: Square | None,
+    places: Mapping[str, str] = MappingProxyType({}),
+    own_trainer: bool = True,
+) -> list[Check]:
     """Return one check for each side's rounding and one for each gap; none without a square.
 
     Of several passes of a side the worst counts. What has no number decides nothing: a
     fault could hide there.
 
     Args:
-        place: the first module that was found to differ; "": none was looked for, or found.
+        places: "engine" or "trainer" -> the first module of it that was found to differ.
+        own_trainer: the trainer is mismatch's own loop, whose modules and kernels can be run alone.
     """
     if square is None:
         return []
@@ -71,12 +90,17 @@ def square_checks(square: Square | None, place: str = "") -> list[Check]:
             worst[id] = finding
     reasons = "; ".join(f"{entry.what}: {entry.reason}" for entry in square.not_judged)
     unseen = [
-        Check(id, "inconclusive", f"could not be measured ({reasons})", UNSEEN)
+        Check(
+            id,
+            "inconclusive",
+            f"could not be measured ({reasons})",
+            UNSEEN if own_trainer or not id.endswith("-trainer") else IN_FLOAT32,
+        )
         for id in square.unmeasured
     ]
     part = [f"; {each.reason}" for each in square.not_judged if each.what == LATER_LAYERS]
     checks = [
-        Check(id, STATUS[finding.standing], said, _fix(square, finding, place))
+        Check(id, STATUS[finding.standing], said, _fix(square, finding, places, own_trainer))
         for id, finding in worst.items()
         for said in [detail(finding) + "".join(part * (Key(finding.scoring).kind == FIRST))]
     ]
@@ -85,7 +109,12 @@ def square_checks(square: Square | None, place: str = "") -> list[Check]:
     for worse in sorted(square.displaced, key=lambda d: (-ORDER.index(d.standing), d.chance)):
         farthest.setdefault(f"displaced-{worse.side}", worse)
     moved = [
-        Check(id, STATUS[worse.standing], displacement(worse), _fix(square, worse, place))
+        Check(
+            id,
+            STATUS[worse.standing],
+            displacement(worse),
+            _fix(square, worse, places, own_trainer),
+        )
         for id, worse in farthest.items()
     ]
     return unseen + checks + moved + _alike(square)
@@ -110,16 +139,18 @@ def _alike(square: Square) -> list[Check]:
     return [Check("rounding-alike", "warning", detail, fix)]
 
 
-def _fix(square: Square, finding: Finding | Displaced, place: str) -> str:
+def _fix(
+    square: Square, finding: Finding | Displaced, places: Mapping[str, str], own_trainer: bool
+) -> str:
     if finding.standing in ("wide", "undecided"):
         return MORE_PROMPTS
     if finding.standing == "within":
         return ""
-    if place:
+    if place := places.get("trainer" if finding.side == "trainer" else "engine"):
         return f"look at {place}: see Causes"
     kind = finding.evidence if isinstance(finding, Finding) else "excess"
     side: Side = "either" if shared(square, finding) else finding.side
-    return FIXES[kind, side]
+    return FIXES[kind, side] if own_trainer else (FIXES | OTHERS)[kind, side]
 
 
 def detail(finding: Finding) -> str:

@@ -58,6 +58,10 @@ def decode_fingerprint(
     facts["unmapped_weights"] = list(weights.unmapped)
     if weights.in_memory:
         facts["weights_in_memory"] = True
+    if weights.of_adapter:
+        facts["adapter_held_otherwise"] = list(weights.of_adapter)
+        if weights.adapter_scale is not None:
+            facts["adapter_times"] = weights.adapter_scale
     return facts
 
 

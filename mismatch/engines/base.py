@@ -260,6 +260,10 @@ class LoadedWeights:
     """The engine's names for which no checkpoint name is known."""
     in_memory: bool = False
     """Digested as they run; False: as read, before the engine rearranged them."""
+    of_adapter: tuple[str, ...] = ()
+    """Parameters whose adapter is held otherwise than its files say."""
+    adapter_scale: float | None = None
+    """Factor of these adapters over that of their files; None: no one factor fits them all."""
 
 
 class Engine(Protocol):

@@ -16,6 +16,7 @@ import numpy as np
 
 from mismatch.analysis.cause_results import LITTLE, Cause, Causes, Evidence, RuledOut, Side
 from mismatch.analysis.diagnosis.case import Case, above, below
+from mismatch.analysis.diagnosis.ranking import in_order
 from mismatch.experiments.results import GONE, STAYS, Experiment, Outcome
 from mismatch.metrics.inference import jackknife_error, student
 from mismatch.types import Estimate, Floats
@@ -140,8 +141,7 @@ def applied(causes: Causes, experiments: Sequence[Experiment]) -> Applied:
             alike = tuple(name for name in experiment.tests[1:] if name not in out_of_engine)
             side, share, evidence = experiment.side, experiment.gone, _evidence(experiment)
             kept.append(Cause(experiment.names, "confirmed", side, share, evidence, alike))
-    kept.sort(key=lambda cause: (not cause.fact, -cause.effect.value if cause.effect else 1.0))
-    result = replace(causes, ranked=tuple(kept), ruled_out=(*causes.ruled_out, *dropped))
+    result = replace(causes, ranked=tuple(in_order(kept)), ruled_out=(*causes.ruled_out, *dropped))
     left_out = ruled_out - {cause.id for cause in kept}
     return Applied(result, tuple(confirmed), tuple(sorted(left_out)))
 

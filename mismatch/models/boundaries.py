@@ -4,7 +4,8 @@ Every boundary is shown to a visitor under its name (``TITLES`` of locate) as [t
 what the visitor returns takes its place. Queries and keys around rope, values and the attention's
 output are seen at two functions that nearly all families call: ``apply_rotary_pos_emb…`` of the
 model's own file, and transformers' attention interface. Router logits are the product with the
-router's E rows of weights.
+router's E rows of weights. A visitor may also ask what a module would give on the same input if it
+left something out that the checkpoint or its configuration declares: ``FORMS`` of locate.
 """
 
 from __future__ import annotations
@@ -22,6 +23,17 @@ from mismatch.errors import MismatchError
 from mismatch.models.layer_parts import LAYERS, child, final_norm, has_rope, parts_of
 
 Visit = Callable[[str, torch.Tensor], torch.Tensor | None]
+# Key, name of the form, and what the module gives in that form; of a form with a free factor for
+# each token, that part of it which has none, and the part that is multiplied.
+Otherwise = Callable[[str, str, torch.Tensor, torch.Tensor | None], None]
+QK_NORMS = ("q_norm", "query_layernorm", "q_layernorm")
+SHARED = ("shared_expert", "shared_experts", "shared_mlp")  # inside a block of experts
+ACTIVATIONS = {
+    "gelu": torch.nn.GELU(),
+    "gelu-tanh": torch.nn.GELU(approximate="tanh"),
+    "silu": torch.nn.SiLU(),
+}
+NO_SINK = -1e4  # logit that adds nothing to a softmax
 ROPE = "apply_rotary_pos_emb"
 FIX = "this family's layers are put together otherwise; please report it"
 
@@ -43,10 +55,12 @@ class Boundaries:
     Args:
         decoder: with layers and a norm behind them.
         visit: called with key and value; its result, if any, takes the value's place.
+        otherwise: called before it with every other form of the value; None: nobody asks.
     """
 
     decoder: Any
     visit: Visit
+    otherwise: Otherwise | None = None
     _layer: int = -1  # at work
     _turning: bool = False
     _modes: ExitStack = field(default_factory=ExitStack)
@@ -90,6 +104,9 @@ class Boundaries:
         if parts.middle is not None:
             stream = self._residual(f"{number}.attention_residual")
             yield parts.middle.register_forward_pre_hook(stream)
+        mlp, experts = parts.mlp, getattr(parts.mlp, "experts", None)
+        if self.otherwise is not None:
+            yield from self._other_forms(number, parts.attention, mlp, experts is not None)
         for module, site in (
             (parts.input_norm, "input_norm"),
             (parts.attention, "attention_output"),
@@ -102,7 +119,6 @@ class Boundaries:
         ):
             if module is not None:
                 yield module.register_forward_hook(self._leaving(f"{number}.{site}"))
-        mlp, experts = parts.mlp, getattr(parts.mlp, "experts", None)
         if experts is not None:
             logits = _RouterLogits(expert_count(mlp), f"{number}.router", self._see)
 
@@ -115,6 +131,66 @@ class Boundaries:
             yield mlp.register_forward_pre_hook(enter)
             yield experts.register_forward_pre_hook(leave, prepend=True)
             yield mlp.register_forward_hook(leave, always_call=True)
+
+    def _other_forms(
+        self, number: int, attention: Any, mlp: Any, with_experts: bool
+    ) -> Iterator[Any]:
+        """Yield hooks that show what queries, keys and the MLP or experts would be otherwise."""
+        if child(attention, QK_NORMS) is not None:
+            for site in ("q", "k"):
+                if (projection := getattr(attention, f"{site}_proj", None)) is not None:
+                    key = f"{number}.{site}"
+                    yield projection.register_forward_hook(
+                        lambda _, args, out, key=key: self._form(key, "no-qk-norm", out)
+                    )
+        if not with_experts:
+            yield from self._other_activations(f"{number}.mlp", mlp)
+            return
+        shared, gate = child(mlp, SHARED), getattr(mlp, "shared_expert_gate", None)
+        given: dict[str, torch.Tensor] = {}
+        for name, module in (("shared", shared), ("gate", gate)):
+            if module is not None:
+                # Some families add to the shared expert's output in place.
+                yield module.register_forward_hook(
+                    lambda _, args, out, name=name: given.update({name: out.clone()})
+                )
+
+        def leaving(_: Any, args: Any, out: Any) -> None:
+            whole = out[0] if isinstance(out, tuple) else out
+            whole, key = whole.reshape(-1, whole.shape[-1]), f"{number}.mlp"
+            part = given["shared"].view_as(whole) if shared is not None else whole * 0
+            added = part if gate is None else part * given["gate"].reshape(-1, 1).sigmoid()
+            routed = whole - added
+            if gate is not None:
+                self._form(key, "no-shared-gate", routed + part)
+                self._form(key, "shared-gate", routed, part)
+            if shared is not None:
+                self._form(key, "no-shared-expert", routed)
+            self._form(key, "routed-scale", added, routed)
+
+        yield mlp.register_forward_hook(leaving)
+
+    def _other_activations(self, key: str, mlp: Any) -> Iterator[Any]:
+        """Yield a hook that shows what a dense MLP would give with other activations."""
+
+        def leaving(module: Any, args: Any, out: Any) -> None:
+            own = module.act_fn
+            try:
+                for name, activation in ACTIVATIONS.items():
+                    module.act_fn = activation
+                    self._form(key, name, module.forward(*args))
+            finally:
+                module.act_fn = own
+
+        if isinstance(getattr(mlp, "act_fn", None), torch.nn.Module):
+            yield mlp.register_forward_hook(leaving)
+
+    def _form(
+        self, key: str, name: str, value: torch.Tensor, times: torch.Tensor | None = None
+    ) -> None:
+        assert self.otherwise is not None
+        flat = None if times is None else times.reshape(-1, times.shape[-1])
+        self.otherwise(key, name, value.reshape(-1, value.shape[-1]), flat)
 
     def _entering(self, key: str) -> Any:
         def hook(module: Any, args: Any, kwargs: Any) -> Any:
@@ -188,6 +264,9 @@ class Boundaries:
                 if not turned:
                     q, k = self._heads("q", q), self._heads("k", k)
                 v = self._heads("v", v)
+                for name, left_out in self._left_out(module, named):
+                    other = attend(module, q, k, v, *rest, **named | left_out)[0]
+                    self._form(f"{self._layer}.attention", name, other.flatten(2))
                 out, weights = attend(module, q, k, v, *rest, **named)
                 flat = out.reshape(*out.shape[:2], -1)
                 return self._see(f"{self._layer}.attention", flat).reshape(out.shape), weights
@@ -199,6 +278,16 @@ class Boundaries:
             yield
         finally:
             kind.get_interface = get
+
+    def _left_out(self, module: Any, named: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield other forms of an attention: their name, and the arguments that make them."""
+        if self.otherwise is None:
+            return
+        if named.get("softcap"):
+            yield "no-softcap", {"softcap": None}
+        sinks = named.get("s_aux")
+        if sinks is not None:
+            yield "no-sinks", {"s_aux": torch.full_like(sinks, NO_SINK)}
 
     def _heads(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Show [B, heads, S, D] as [tokens, heads x D]."""

@@ -17,6 +17,29 @@ DIGITS = 5  # significant digits that are kept
 ORIGINAL = "original_inv_freq"  # transformers keeps it next to the one in use
 
 
+LOGIT_FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier")
+CAPPING = ("eager", "flex_attention", "mismatch_plain", "mismatch_plain_fp8_kv")
+
+
+def honours_softcap(config: Any, attention: str) -> bool | None:
+    """Return whether a kernel of transformers caps its scores as the configuration declares.
+
+    transformers hands the cap to every kernel as an argument. Its eager and flex kernels and flash
+    attention apply it; its call of PyTorch's scaled_dot_product_attention drops it.
+
+    Args:
+        attention: its name in transformers' registry.
+
+    Returns:
+        None where no cap is declared, or where the kernel's name does not say.
+    """
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is None:
+        return None
+    if attention in CAPPING or "flash" in attention:
+        return True
+    return False if attention == "sdpa" else None
+
+
 def resolved(model: Any, honours_sinks: bool | None = None) -> dict[str, Any]:
     """Return field -> value. A field of several layers holds each different value once, sorted.
 
@@ -37,6 +60,7 @@ def resolved(model: Any, honours_sinks: bool | None = None) -> dict[str, Any]:
             "final_logit_softcapping": _final_cap(modules, model),
             "tie_word_embeddings": _tied(model),
             "attention_sinks": _sinks(modules, layers, honours_sinks),
+            "logit_factor": _logit_factor(model),
         }
     )
     return {name: value for name, value in fields.items() if value not in (None, [])}
@@ -133,6 +157,14 @@ def _final_cap(modules: Sequence[Any], model: Any) -> float:
         if hasattr(module, "soft_cap") or hasattr(module, "final_logit_softcapping"):
             return _first(module, "soft_cap", "final_logit_softcapping") or 0.0
     return getattr(getattr(model, "config", None), "final_logit_softcapping", None) or 0.0
+
+
+def _logit_factor(model: Any) -> dict[str, float] | None:
+    """Return the field of config.json by which a family's logits are multiplied or divided."""
+    config = getattr(model, "config", None)
+    fields = {name: getattr(config, name, None) for name in LOGIT_FACTORS}
+    given = {name: float(value) for name, value in fields.items() if isinstance(value, int | float)}
+    return given or None
 
 
 def _tied(model: Any) -> bool | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mismatch.analysis.cause_results import place_of
+from mismatch.analysis.cause_results import places_of
 from mismatch.analysis.causes import (
     cause_checks,
     led_by,
@@ -86,7 +86,7 @@ from mismatch.run import manifest, store
 from mismatch.run.manifest import damage_named
 from mismatch.run.messages import pass_label, read_error
 from mismatch.run.provenance import provenance
-from mismatch.specs import CheckSpec, spec_hash, to_dict
+from mismatch.specs import OWN_SCORER, CheckSpec, spec_hash, to_dict
 from mismatch.types import (
     EXACT_KL,
     KEYS,
@@ -213,9 +213,10 @@ def build_report(
         before, trainer = results["causes"], artefacts.train.fingerprint
         made = attempts.make("causes", of_this_machine, before, trainer, otherwise=before)
         results["causes"] = made
-    place = place_of(found)
+    places = places_of(found)
     named_causes = results.get("causes"), spec.explain
-    checks += attempts.make("square", square_checks, square, place, otherwise=[])
+    own_trainer = spec.train.scorer == OWN_SCORER
+    checks += attempts.make("square", square_checks, square, places, own_trainer, otherwise=[])
     checks += attempts.make("causes", cause_checks, *named_causes, otherwise=[])
     for analysis, result in left:
         results[analysis.id] = result

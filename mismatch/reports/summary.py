@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from mismatch.analysis.catalogue import catalogue
-from mismatch.analysis.cause_results import Cause
+from mismatch.analysis.cause_results import KINDS, Cause
 from mismatch.analysis.explained import lead_of
 from mismatch.analysis.levels import ENTROPY, MORE, MORE_PROMPTS, ONE_FORM, TOO_LITTLE
 from mismatch.errors import in_list
@@ -33,7 +33,7 @@ from mismatch.reports.formatting import (
     wording,
 )
 from mismatch.reports.section import Cell, Column, Table
-from mismatch.specs import FILE_SCORER
+from mismatch.specs import FILE_SCORER, OWN_SCORER
 from mismatch.types import Check, Comparison, Estimate, Judgement, NotTested, Report, SidePair
 
 
@@ -233,7 +233,20 @@ def what_to_do(report: Report, cause: Cause) -> str:
                      for line in recipe.lines]  # fmt: skip
             setting = setting or "; ".join(f"`{line}`" for line in lines)
     own = f"In {title}: {setting.rstrip('.')}. " if setting else ""
-    return f"{own}{entry.mend}"
+    return f"{own}{cause.advice or (FOREIGN if foreign(report, cause) else entry.mend)}"
+
+
+FOREIGN = (
+    "Compare the trainer's code with transformers' own model: its attention, head, masks and "
+    "positions. A check without --scorer says whether the model itself agrees."
+)
+
+
+def foreign(report: Report, cause: Cause) -> bool:
+    """Return whether a cause only says that a trainer is off whose modules cannot be run alone."""
+    train = (report.run.get("spec") or {}).get("train") or {}
+    others = train.get("scorer", OWN_SCORER) != OWN_SCORER
+    return others and cause.side == "trainer" and cause.id in KINDS
 
 
 def cause_step(report: Report, cause: Cause) -> str:
@@ -435,6 +448,8 @@ def next_steps(report: Report) -> list[str]:
     if report.verdict.status in ("inconclusive", "tolerable"):  # these end with a number of prompts
         wrong = [check for check in wrong if not _wants_more(check)]
     steps += [f"Fix {line(check.id)}: {line(check.fix or check.detail)}" for check in wrong]
+    if report.verdict.status == "broken" and not (causes and causes.ranked):
+        steps += _experiment(wrong)
     if report.verdict.status == "tolerable":
         steps += [_measure(report)] if more else _more_prompts(report)
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.
@@ -444,6 +459,21 @@ def next_steps(report: Report) -> list[str]:
     if undecided and not (two_forms or checks(report, "failed") or known):
         steps.append(_where_to_look(report))
     return steps or ["None. After an upgrade check again: mismatch compare NEW --against THIS"]
+
+
+def _experiment(wrong: Sequence[Check]) -> list[str]:
+    """Return the experiment that would name the cause of a broken run for which none is named."""
+    failed = [check.id for check in wrong if check.status == "failed"]
+    how = "mismatch check --resume RUN --explain"
+    if any(id in OF_ENGINES_PATH for id in failed):
+        return [
+            f"No cause was named. {how} scores the tokens in a fresh engine and reads its prefix "
+            "cache: that tells a decode path, a cache and a batch apart"
+        ]
+    return [f"No cause was named. {how} takes out one after another"] if failed else []
+
+
+OF_ENGINES_PATH = ("displaced-engine", "engine-self-agreement", "excess-engine")
 
 
 def _missing(report: Report) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch.errors import MismatchError, WrongAnswer
+from mismatch.models.resolved import honours_softcap
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 Precision = Literal["own", "fp32"]
@@ -114,15 +115,19 @@ def require_logprobs(values: Any, who: str) -> None:
 
 
 def sinks_of(model: Any, attention: str) -> dict[str, bool | None]:
-    """Return the fact ``honours_sinks``, where the attention that runs is known to tell.
+    """Return whether the attention that runs is known to honour what a model declares for it.
+
+    These are the facts ``honours_sinks`` and, where scores are capped, ``honours_softcap``.
 
     transformers' eager attention adds the learned sinks of every family that has them; what other
     kernels do, their names do not say.
     """
+    capped = honours_softcap(model.config, attention)
+    facts: dict[str, bool | None] = {} if capped is None else {"honours_softcap": capped}
     if not any(hasattr(module, "sinks") for module in model.modules()):
         family = str(model.config.model_type)
-        return {} if family == "gpt_oss" else {"honours_sinks": None}
-    return {"honours_sinks": True} if attention == "eager" else {}
+        return facts if family == "gpt_oss" else facts | {"honours_sinks": None}
+    return facts | {"honours_sinks": True} if attention == "eager" else facts
 
 
 class Trainer(Protocol):

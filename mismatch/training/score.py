@@ -21,7 +21,7 @@ from mismatch.keys import PLAIN, REFERENCE, TRAIN, Key
 from mismatch.models.adapters import adapter_facts
 from mismatch.models.derived import form_name, layers_held
 from mismatch.models.digests import ZERO, Digest, comparable, digest_tensor, source_hashes
-from mismatch.models.resolved import resolved
+from mismatch.models.resolved import honours_softcap, resolved
 from mismatch.run.messages import Reporter
 from mismatch.specs import Pass, Sampling
 from mismatch.training.distributed import MemoryPeak, World
@@ -277,6 +277,7 @@ def fingerprint(
         "attention": loaded.attention.label,
         "attention_requested": spec.attention,
         "honours_sinks": loaded.attention.honours_sinks,
+        "honours_softcap": honours_softcap(scorer.model.config, loaded.attention.implementation),
         # Whether FSDP2 casts what enters a wrapped module, RoPE tables among it.
         "cast_forward_inputs": any(
             policy.cast_forward_inputs and policy.param_dtype is not None for policy in policies

@@ -152,6 +152,19 @@ def test_the_named_numbers_are_those_that_were_planted() -> None:
     assert fitted == pytest.approx(0.8, abs=0.05)
 
 
+def test_zeros_within_rows_that_carry_nothing_are_no_appended_tokens() -> None:
+    """An engine whose distribution is sharper rounds to 0 where the other side is not certain."""
+    case = healthy(0, rounding=0.5)
+    last = {row.stop - 1 for row in case.rows}
+    unsure = [n for n in np.flatnonzero(case.right < np.log(0.9)).tolist() if n not in last]
+    near = [n for n in unsure if case.left[n] > np.log(0.5)][:5]
+    zeroed = case.left.copy()
+    zeroed[near] = 0.0
+    case = Case.of(case.rollout, replace(case.engine, logprobs=zeroed), case.trainer, {})
+    assert near
+    assert "appended-eos" not in {cause.id for cause in causes(case).ranked}
+
+
 # ---------------------------------------------------------------- two at once
 
 

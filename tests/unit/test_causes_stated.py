@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.detectors.stated import TIMES_HELD
 from mismatch.analysis.diagnosis.loaded_weights import (
     AS_READ,
     NOT_OF_CHECKPOINT,
     Difference,
     weights_as_loaded,
 )
+from mismatch.engines.vllm.lora import one_factor
 from mismatch.models.digests import digest_tensor
 from mismatch.pipeline.on_disk import not_of_checkpoint
 from mismatch.types import Routing, Scoring
@@ -80,10 +82,25 @@ def test_digests_that_differ_are_the_first_cause_with_their_list(
 def test_the_side_that_alone_is_unlike_its_checkpoint_is_at_fault(
     engine: list[str], trainer: list[str] | None, side: str
 ) -> None:
-    case = with_weights(drawn.other_weights(0, 5), SAME | {"lm_head.weight": [99, 98, 97]})
+    """A trainer that holds its checkpoint's values is not away from float32 because of weights."""
+    far = drawn.other_weights(0, 5)
+    if trainer == []:
+        sides = replace(far.engine, logprobs=far.right), replace(far.trainer, logprobs=far.left)
+        far = Case.of(far.rollout, *sides, far.others)
+    case = with_weights(far, SAME | {"lm_head.weight": [99, 98, 97]})
     off = [{} if names is None else {NOT_OF_CHECKPOINT: names} for names in (engine, trainer)]
     leading = first(stating(case, *off))
     assert (leading.side, leading.fact) == (side, True)
+    assert leading.effect is not None
+
+
+def test_weights_take_no_share_of_what_a_right_trainer_is_away_from_float32() -> None:
+    case = with_weights(drawn.other_function(0, 2.0), SAME | {"model.norm.weight": [9, 9, 9]})
+    facts = {NOT_OF_CHECKPOINT: []}
+    found = causes(stating(case, facts, facts | {"honours_sinks": False, "attention": "sdpa"}))
+    shares = {cause.id: cause.effect for cause in found.ranked}
+    assert [*shares] == ["attention-sinks", "weights-differ"]
+    assert shares["weights-differ"] is None
 
 
 def test_what_a_side_holds_is_compared_with_the_files_of_its_checkpoint(tmp_path: Path) -> None:
@@ -145,12 +162,47 @@ def test_layers_that_are_exchanged_are_found_by_their_digests() -> None:
 
 
 @pytest.mark.parametrize("kind", ["chance", "shifted"])
-def test_no_detector_comes_before_a_fact(kind: str) -> None:
+def test_a_fact_comes_first_but_for_what_carries_the_mismatch(kind: str) -> None:
     """Exchanged layers choose other experts, which looks like a capture that is broken."""
     case = with_weights(routed(kind), SAME | {"model.norm.weight": [9, 9, 9]})
     assert [cause.fact for cause in causes(case).ranked] == [True, False]
     moved = with_weights(drawn.shifted(0, 1), SAME | {"model.norm.weight": [9, 9, 9]})
-    assert [cause.id for cause in causes(moved).ranked] == ["weights-differ", "misalignment"]
+    assert [cause.id for cause in causes(moved).ranked] == ["misalignment", "weights-differ"]
+
+
+@pytest.mark.parametrize(
+    ("held", "times", "cause", "side"),
+    [
+        (["lm_head.weight"], 0.25, "lora-scale", "engine"),
+        (["lm_head.weight"], None, "lora-scale", "engine"),
+        (["model.norm.weight"], 0.25, "weights-differ", "either"),  # of other parameters
+    ],
+)
+def test_an_adapter_that_the_engine_holds_otherwise_than_its_files_is_named(
+    held: list[str], times: float | None, cause: str, side: str
+) -> None:
+    case = with_weights(drawn.other_weights(0, 5), SAME | {"lm_head.weight": [99, 98, 97]})
+    facts = {"adapter_held_otherwise": held} | ({} if times is None else {"adapter_times": times})
+    leading = next(c for c in causes(stating(case, facts, {})).ranked if c.fact)
+    assert (leading.id, leading.side) == (cause, side)
+    measured = [item.value for item in leading.evidence if item.what == TIMES_HELD]
+    assert measured == ([times] if times and cause == "lora-scale" else [])
+
+
+@pytest.mark.parametrize(
+    ("ratios", "factor"),
+    [
+        ({"q": [0.25, 0.251], "v": [0.249]}, 0.25),
+        ({"q": [0.0, 0.0]}, 0.0),  # the adapter is not there
+        ({"q": [0.25], "v": [2.0]}, None),
+        ({"q": [0.25], "v": []}, None),  # other matrices, not another scale
+        ({}, None),
+    ],
+)
+def test_one_factor_fits_all_matrices_or_none_is_said(
+    ratios: dict[str, list[float]], factor: float | None
+) -> None:
+    assert one_factor(ratios) == factor
 
 
 @pytest.mark.parametrize("in_memory", [True, False])

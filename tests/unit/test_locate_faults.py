@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch.features.locate.errors import Sums, site_errors
+from mismatch.features.locate.errors import Sums, form_of, site_errors
 from mismatch.features.locate.judge import groups_of
 from mismatch.features.locate.reference import Replay
 from mismatch.features.locate.results import Site
 from mismatch.models.boundaries import Boundaries, Recorder
 from mismatch.models.layer_parts import LAYERS, child, parts_of
-from tests import checkpoints
+from tests import checkpoints, families
 from tests.unit.test_module_capture import model_of
 
 SEQUENCES, TOKENS = 3, 40
@@ -190,3 +190,114 @@ def test_the_first_source_is_the_module_at_fault(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_clean_side_has_no_source(family: str) -> None:
     assert sources(family, None, torch.bfloat16) == []
+
+
+# ---------------------------------------------------------------- what a side leaves out
+
+
+def normed_later(model: Any) -> None:
+    """Queries and keys go into the rotation as they are, and are normalised behind it."""
+    for layer in model.get_decoder().layers:
+        norms = layer.self_attn.q_norm, layer.self_attn.k_norm
+        layer.self_attn.q_norm = layer.self_attn.k_norm = torch.nn.Identity()
+        layer.self_attn.late = torch.nn.ModuleList(norms)
+
+
+def ungated(model: Any) -> None:
+    for layer in model.get_decoder().layers:
+        layer.mlp.shared_expert_gate.weight.data.zero_()  # sigmoid(0) = 1/2
+        down = layer.mlp.shared_expert.down_proj.weight
+        down.data.mul_(2.0)
+
+
+def unshared(model: Any) -> None:
+    for layer in model.get_decoder().layers:
+        layer.mlp.shared_expert.down_proj.weight.data.zero_()
+
+
+def halfway(model: Any) -> None:
+    for layer in model.get_decoder().layers:
+        layer.mlp.shared_expert_gate.weight.data.mul_(0.5)
+
+
+def louder_experts(model: Any) -> None:
+    for layer in model.get_decoder().layers:
+        experts = layer.mlp.experts
+        experts.down_proj.data.mul_(1.5)
+
+
+def exact_gelu(model: Any) -> None:
+    for layer in model.get_decoder().layers:
+        layer.mlp.act_fn = torch.nn.GELU()
+
+
+def uncapped(model: Any) -> None:
+    for layer in model.get_decoder().layers:
+        layer.self_attn.attn_logit_softcapping = None
+
+
+FORMED: tuple[tuple[str, Plant | None, str, str], ...] = (
+    ("qwen3", normed_later, "0.q", "no-qk-norm"),
+    ("qwen3", noise, "1.q", ""),  # other weights, and nothing left out
+    ("qwen2_moe", ungated, "0.mlp", "no-shared-gate"),
+    ("qwen2_moe", unshared, "0.mlp", "no-shared-expert"),
+    ("qwen2_moe", halfway, "0.mlp", "shared-gate"),
+    ("qwen2_moe", louder_experts, "0.mlp", "routed-scale"),
+    ("qwen3_moe", louder_experts, "0.mlp", "routed-scale"),
+    ("qwen3_moe", swapped, "1.mlp", ""),
+    ("gemma2", exact_gelu, "0.mlp", "gelu"),
+    ("gemma2", uncapped, "0.attention", "no-softcap"),
+    ("gpt_oss", sinks, "0.attention", ""),
+)
+
+
+def made(family: str) -> Any:
+    import transformers
+
+    if family != "qwen2_moe":
+        return published(family)
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(
+        families.configuration(family, decoder_sparse_step=1)
+    )
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def form_at(family: str, plant: Plant | None) -> tuple[str, str]:
+    """Key of the first source, and the form of it, in float32."""
+    model, faulty = made(family), made(family)
+    if plant is not None:
+        plant(faulty)
+    top_k = getattr(model.config, "num_experts_per_tok", 0) or 0
+    sums: dict[Site, list[Sums]] = {}
+    forms: dict[tuple[Site, str], list[Sums]] = {}
+    for seed in range(SEQUENCES):
+        replay = Replay(recorded(faulty, seed), recorded(model, seed), top_k)
+        ids = torch.randint(3, 250, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
+        boundaries = Boundaries(model.get_decoder(), replay, replay.otherwise)
+        with torch.no_grad(), boundaries.shown():
+            model(input_ids=ids, use_cache=False)
+        for site, total in replay.sums.items():
+            sums.setdefault(site, []).append(total)
+        for form, total in replay.forms.items():
+            forms.setdefault(form, []).append(total)
+    groups = groups_of(site_errors(sums, None, "fp32"))
+    if not groups:
+        return "", ""
+    _, places = groups[0]
+    return places[0].key, form_of(places, forms, None, "fp32")
+
+
+@pytest.mark.parametrize(("family", "plant", "site", "form"), FORMED)
+def test_what_a_side_leaves_out_is_told_from_other_weights(
+    family: str, plant: Plant, site: str, form: str
+) -> None:
+    assert form_at(family, plant) == (site, form)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_moe", "gemma2", "gpt_oss"])
+def test_a_module_as_it_is_declared_has_no_other_form(family: str) -> None:
+    assert form_at(family, None) == ("", "")

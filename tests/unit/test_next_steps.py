@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from mismatch.analysis import levels
+from mismatch.analysis.cause_results import Cause, Causes
 from mismatch.analysis.comparison import compare
 from mismatch.analysis.diagnosis.pass_checks import enough_data, policy_entropy
 from mismatch.analysis.levels import MORE_PROMPTS as MORE
@@ -206,3 +207,19 @@ def test_the_number_of_prompts_puts_the_bound_outside(share: float, arm: float) 
     assert found is not None
     assert few.high is not None
     assert value + (few.high - value) * (16 / int(found[1])) ** 0.5 < bound
+
+
+@pytest.mark.parametrize(
+    ("failed", "words"), [("displaced-engine", ("--explain", "cache")), ("turns", ("--explain",))]
+)
+def test_a_broken_run_without_a_cause_says_which_experiment_would_name_it(
+    failed: str, words: tuple[str, ...]
+) -> None:
+    check = Check(failed, "failed", "it is off", "look at it")
+    judged = replace(make_report().verdict, status="broken")
+    report = replace(make_report(), verdict=judged, checks=(check,))
+    steps = summary.next_steps(report.with_analyses(causes=None, fixes=None))
+    assert all(word in steps[-1] for word in words)
+    named = Causes((Cause("kv-block", "suspected", "engine", None, ()),), (), (), (), 0.1, 0.0)
+    more = summary.next_steps(report.with_analyses(causes=named, fixes=None))
+    assert not any("--explain" in step for step in more)

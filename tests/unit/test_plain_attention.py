@@ -28,9 +28,9 @@ def logits(model: Any, implementation: str, padding: int = 0) -> torch.Tensor:
     return output[mask.bool()]
 
 
-def model_of(family: str) -> Any:
+def model_of(family: str, **fields: Any) -> Any:
     torch.manual_seed(0)
-    config = configuration(family, max_position_embeddings=1024)
+    config = configuration(family, max_position_embeddings=1024, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -39,9 +39,20 @@ def model_of(family: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe", "qwen3"])
-def test_plain_attention_is_the_family_own_in_float32(family: str) -> None:
-    model = model_of(family)
+SCALED = {"query_pre_attn_scalar": 64}  # no head's size, as in gemma2-27b and gemma3-27b
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        *((name, {}) for name in ("llama", "gpt_oss", "qwen3_moe", "qwen3", "glm4", "olmo2")),
+        ("gemma2", SCALED),
+        ("gemma3", SCALED),
+        ("granitemoehybrid", {"attention_multiplier": 0.12}),
+    ],
+)
+def test_plain_attention_is_the_family_own_in_float32(family: str, fields: dict[str, Any]) -> None:
+    model = model_of(family, **fields)
     eager = logits(model, "eager", padding=40)
     plain = logits(model, YARDSTICKS["plain"], padding=40)
     assert (plain - eager).abs().max() < 1e-4 * eager.abs().max()

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mismatch.analysis.diagnosis.declared import sharding_checks, source_files, special_tokens
+from mismatch.analysis.diagnosis.declared import (
+    attention_softcap,
+    sharding_checks,
+    source_files,
+    special_tokens,
+)
 from mismatch.analysis.diagnosis.loaded_weights import weights_as_loaded
 from mismatch.analysis.diagnosis.routes import beyond_chance, routing_checks
 from mismatch.analysis.levels import exit_code, judge_one, verdict
 from mismatch.analysis.thresholds import Level, default_thresholds, load_thresholds
 from mismatch.captures import Distributions
 from mismatch.errors import MismatchError
+from mismatch.models.resolved import honours_softcap
 from mismatch.types import Estimate, Rollout, Routing, Scoring
 from tests.invented_run import likely, noise, report_of, sampled, saved
 
@@ -144,6 +151,25 @@ def test_checks_of_nothing_do_not_pass():
     left = Scoring("e:decode", rollout.token_ids[rollout.actions], likely(rollout),
                    {"stop_token_ids": [2]})  # fmt: skip
     assert special_tokens(rollout, left, left).status == "not_tested"
+
+
+@pytest.mark.parametrize(
+    ("cap", "kernel", "status"),
+    [
+        (50.0, "sdpa", "failed"),
+        (50.0, "eager", "passed"),
+        (50.0, "flash_attention_2", "passed"),
+        (50.0, "a_users_own", None),  # its name does not say
+        (None, "sdpa", None),
+    ],
+)
+def test_a_kernel_that_ignores_a_declared_cap_fails(cap, kernel, status):
+    config = SimpleNamespace(attn_logit_softcapping=cap)
+    config.get_text_config = lambda: config
+    facts = {"attention": kernel, "honours_softcap": honours_softcap(config, kernel)}
+    checks = attention_softcap(facts)
+    assert [check.status for check in checks] == ([] if status is None else [status])
+    assert all("--attention eager" in check.fix for check in checks if status == "failed")
 
 
 def test_fewer_ranks_than_asked_for_are_said():

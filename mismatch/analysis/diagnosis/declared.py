@@ -10,6 +10,7 @@ from mismatch.facts import Json
 from mismatch.types import Check, CheckStatus, Rollout, Scoring, SideFacts
 
 TF32 = 2.0**-8  # products in TF32 are off by up to a third of it; wrong code by more
+EAGER = "--attention eager"
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -40,6 +41,20 @@ def attention_sinks(right: SideFacts) -> Check:
     detail = f"the trainer's attention kernel ignores the learned sinks: {kernel}"
     fix = "train with a kernel that honours sinks; here: --attention auto"
     return failed("attention-sinks", detail, fix)
+
+
+def attention_softcap(right: SideFacts) -> list[Check]:
+    """Check that the trainer's kernel caps its scores, where the model declares a cap and the
+    kernel is known."""
+    honours, kernel = right.get("honours_softcap"), right.get("attention")
+    if honours is None:
+        return []
+    if honours:
+        detail = f"{kernel} caps the scores as attn_logit_softcapping says"
+        return [Check("attention-softcap", "passed", detail)]
+    detail = f"the trainer's attention kernel ignores attn_logit_softcapping: {kernel}"
+    fix = "train with a kernel that caps the scores (eager, flash attention); here: " + EAGER
+    return [failed("attention-softcap", detail, fix)]
 
 
 def attention_trial(scorings: Mapping[str, Scoring]) -> list[Check]:

@@ -53,8 +53,8 @@ class Finding:
         repair: what is left without it; None: it cannot be taken out.
         certain: shown even where no share was measured.
         stated: what the sides state of weights or settings: it explains any mark.
-        fact: a difference between the two sides' digests or resolved settings: no other cause comes
-            before it.
+        fact: a difference between the two sides' digests or resolved settings.
+        advice: what to do on the side that was found; "": see causes.toml.
     """
 
     cause: str
@@ -67,6 +67,7 @@ class Finding:
     certain: bool = True
     stated: bool = False
     fact: bool = False
+    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from mismatch.analysis.cause_results import Side
 from mismatch.analysis.diagnosis.case import Case, above
-from mismatch.keys import yardsticks
+from mismatch.keys import REFERENCE, yardsticks
 from mismatch.types import Bools, Floats, Scoring
 
 NO_ROUNDING = 1e-5  # nats that two float32 passes of one function may lie apart; seen: 2e-6
@@ -17,6 +17,11 @@ CALM = (
     1.3  # ratio of both sides' distances in tokens that a fault leaves alone; clean: 0.78 to 1.06
 )
 SAME = 0.01  # of the engine's distance, that two implementations may differ by in float32
+
+
+def gap_of(name: str) -> str:
+    """Return the name of the evidence that says how far a scoring in float32 is off."""
+    return f"mean |{name} - {REFERENCE}|, nats"
 
 
 class Legs(NamedTuple):

@@ -14,6 +14,7 @@ from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.columns import log_scale
 from mismatch.analysis.diagnosis.declared import (
     attention_sinks,
+    attention_softcap,
     failed,
     sampling_parameters,
     source_files,
@@ -74,7 +75,8 @@ def semantic_checks(
         others: further passes of the run by name; None: there are none.
     """
     sides, prints = (rollout, left, right), (left.fingerprint, right.fingerprint)
-    return whole_model(left.fingerprint) + attempts.checks(
+    declared = whole_model(left.fingerprint) + attention_softcap(right.fingerprint)
+    return declared + attempts.checks(
         (attention_sinks, right.fingerprint),
         (alignment, *sides),
         (temperature, *sides, others),

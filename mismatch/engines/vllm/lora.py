@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from mismatch.engines.base import LoadedWeights
 
+ROUNDED = 2.0**-6  # relative, of a ratio of two values in bf16
 NUMBER = 1  # vLLM's lora_int_id of the one adapter
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 
@@ -68,6 +69,7 @@ def as_merged(
 
     A parameter whose base differs keeps the digest of what is held, which no merged one has. One
     whose matrices differ loses it likewise, and one whose matrices cannot be read is not compared.
+    Where the matrices differ by one factor, as they do where the scale is another, it is measured.
 
     Args:
         base: directory of the base model.
@@ -84,6 +86,7 @@ def as_merged(
     names = [key.removeprefix(PREFIX) for c in found.values() for key in (c.a, c.b)]
     held, _ = call("mismatch_held_adapter", names, NUMBER, rank_of(spec.adapter.path))[0]
     digests, unread = dict(loaded.digests), set(loaded.unmapped)
+    other: dict[str, list[float]] = {}  # parameter -> factors of B in the samples of its values
     with ExitStack() as stack:
         files = open_tensors(base, stack)
         own = stack.enter_context(safe_open(Path(spec.adapter.path) / WEIGHTS, framework="pt"))
@@ -98,9 +101,31 @@ def as_merged(
             if not expected.keys() <= held.keys():
                 unread.add(name)
                 del digests[name]
-            elif all(Prints.of(n, t).cells == held[n]["cells"] for n, t in expected.items()):
+                continue
+            asked = {n: Prints.of(n, t) for n, t in expected.items()}
+            if all(prints.cells == held[n]["cells"] for n, prints in asked.items()):
                 digests[name] = digest_tensor(merged(change, tensor, own.get_tensor))[:length]
-    return replace(loaded, digests=digests, unmapped=tuple(sorted(unread)))
+            else:
+                a, b = (key.removeprefix(PREFIX) for key in (change.a, change.b))
+                pairs = zip(held[b]["values"], asked[b].values, strict=True)
+                same = held[a]["cells"] == asked[a].cells
+                other[name] = [ours / theirs for ours, theirs in pairs if theirs] if same else []
+    return replace(loaded, digests=digests, unmapped=tuple(sorted(unread)),
+                   of_adapter=tuple(sorted(other)), adapter_scale=one_factor(other))  # fmt: skip
+
+
+def one_factor(ratios: Mapping[str, Sequence[float]]) -> float | None:
+    """Return the factor that all of these ratios have but for rounding; None where there is none.
+
+    >>> one_factor({"q": [0.25, 0.2501], "v": [0.2499]}), one_factor({"q": [0.25], "v": [2.0]})
+    (0.25, None)
+    """
+    every = [ratio for each in ratios.values() for ratio in each]
+    if not every or not all(ratios.values()):
+        return None
+    middle = sorted(every)[len(every) // 2]
+    fits = all(abs(ratio - middle) <= ROUNDED * abs(middle) for ratio in every)
+    return middle if fits else None
 
 
 def _as_held(

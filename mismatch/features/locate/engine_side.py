@@ -110,6 +110,7 @@ class ModuleCapture:
         parts, middle = parts_of(layer), f"{number}.attention_residual"
         attention = parts.attention
         fused = getattr(attention, "qkv_proj", None)
+        fused = getattr(fused, "base_layer", fused)  # of a layer that applies an adapter
         self._kv_copies[number] = int(getattr(fused, "num_kv_head_replicas", 1))
 
         def enter(args: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Several
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
-from mismatch.features.locate.results import Site, SiteError
+from mismatch.features.locate.results import FORMS, Site, SiteError
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +72,7 @@ def _squares(values: torch.Tensor) -> float:
 
 
 BySite = Mapping[Site, Several[Sums]]  # one entry a sequence, in one order
+Forms = dict[tuple[Site, str], list[Sums]]  # likewise, of other forms of a module
 
 
 def ratio(part: float, whole: float) -> float:
@@ -111,6 +112,20 @@ def site_errors(side: BySite, plain: BySite | None, dtype: str) -> list[SiteErro
             )
         )
     return errors
+
+
+def form_of(places: Several[Site], forms: Forms, plain: BySite | None, dtype: str) -> str:
+    """Return the form of the reference's module that a side has at all of these sites; "": none.
+
+    Of two forms that fit the first one of ``FORMS``, which has the fewer free factors.
+    """
+
+    def fits(site: Site, name: str) -> bool:
+        sums, yardstick = forms.get((site, name), ()), (plain or {}).get(site)
+        cost = 0.0 if yardstick is None else _new(yardstick)
+        return bool(sums) and _new(sums) <= BEYOND * max(cost, ROUNDING[dtype])
+
+    return next((name for name in FORMS if all(fits(site, name) for site in places)), "")
 
 
 def _new(parts: Several[Sums]) -> float:

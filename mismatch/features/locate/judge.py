@@ -12,7 +12,14 @@ import numpy as np
 
 from mismatch.codec import fields_of, from_json, refused, to_json
 from mismatch.errors import MismatchError
-from mismatch.features.locate.results import Group, Location, SideLocation, Site, SiteError
+from mismatch.features.locate.results import (
+    FORMS,
+    Group,
+    Location,
+    SideLocation,
+    Site,
+    SiteError,
+)
 from mismatch.run import store
 from mismatch.specs import CheckSpec
 from mismatch.types import Floats, Judged
@@ -152,6 +159,7 @@ def sentence(side: SideLocation) -> str:
     others = f", with {more} more {'source' if more == 1 else 'sources'}" if more else ""
     share = (side.explained if more else group.explains) or 0.0
     kind = "" if side.kind is None else f", where its {side.kind} differs"
+    kind += f": it is computed {FORMS[group.form]}" if group.form else ""
     shown = f"{100 * min(1.0, max(0.0, share)):.0f} % of its squared distance comes from it"
     return (
         f"{side.name} differs from float32 first at the {group.place}{kind} "

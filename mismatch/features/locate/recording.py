@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from mismatch.analysis.diagnosis.possible import impossible
 from mismatch.codec import from_json, to_json
 from mismatch.doctor.plan import Memory, memory_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import float32_engine, training_passes
 from mismatch.features.locate.judge import FILE, SCHEMA, to_document
-from mismatch.features.locate.kinds import kind_of
+from mismatch.features.locate.kinds import fault_of, kind_of
 from mismatch.features.locate.plan import (
     EAGER,
     actions_of,
@@ -31,12 +32,14 @@ from mismatch.features.locate.plan import (
 )
 from mismatch.features.locate.results import Location, Sequence, SideLocation
 from mismatch.keys import FIRST, FLOAT32, TRAIN, TRAINER_FLOAT32, Key
+from mismatch.models.config import find_config
 from mismatch.pipeline.build import square_of
+from mismatch.pipeline.on_disk import with_disk
 from mismatch.processes.launch import EXACT, finish, started
 from mismatch.processes.stages import Narrator, engine_command
 from mismatch.run import store
 from mismatch.run.machine import local_gpus, placement, visible_as
-from mismatch.specs import CheckSpec, Dtype, portable, to_dict
+from mismatch.specs import CheckSpec, Dtype, TrainSpec, portable, to_dict
 from mismatch.types import NotTested, Rollout
 
 WORKER = "mismatch.features.locate.worker"
@@ -108,9 +111,13 @@ def locate_in(
         sides = [replace(side, held=work.held(side, rollout)) for side in sides]
     finally:
         shutil.rmtree(place, ignore_errors=True)
+    ruled_out: tuple[str, ...] = ()
     if present.issuperset(headline):
-        left, right = (store.scoring_header(run_dir, name)["fingerprint"] for name in headline)
+        scored = (store.load_scoring(run_dir, name) for name in headline)
+        left, right = (each.fingerprint for each in with_disk(run_dir, *scored))
         sides = [replace(side, kind=kind_of(side, left, right, square)) for side in sides]
+        sides = [replace(side, fault=fault_of(side, left, right)) for side in sides]
+        ruled_out = tuple(sorted(impossible(left, right)))
     location = Location(
         model=Path(train.model).name,
         reference=portable({"model": train.model})["model"],
@@ -119,10 +126,21 @@ def locate_in(
         sides=tuple(sides),
         not_tested=(*unseen, *from_json(list[NotTested], result["not_tested"])),
         broken=report.exists() and store.read_json(report)["verdict"]["status"] == "broken",
+        fields=fields_of(train),
+        impossible=ruled_out,
     )
     inputs = (store.ROLLOUT, *(store.scoring_file(name) for name in present))
     store.save_document(run_dir, FILE, to_document(location), schema=SCHEMA, inputs=inputs)
     return location
+
+
+def fields_of(train: TrainSpec) -> tuple[str, ...]:
+    """Return the names that the model's config.json sets; () where there is none to be read."""
+    with suppress(MismatchError):
+        values = find_config(train.model, train.revision).values
+        text = values.get("text_config") or {}
+        return tuple(sorted(name for name, value in (values | text).items() if value is not None))
+    return ()
 
 
 @dataclass(frozen=True, slots=True)

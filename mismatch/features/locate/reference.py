@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mismatch.features.locate.errors import BySite, Sums, site_errors
+from mismatch.features.locate.errors import BySite, Forms, Sums, form_of, site_errors
 from mismatch.features.locate.judge import explained, groups_of, moved, removed, with_first
 from mismatch.features.locate.plan import side_folder
 from mismatch.features.locate.results import (
@@ -41,6 +41,7 @@ from mismatch.types import Floats, NotTested, Rollout
 
 TESTED = 6  # groups whose effect is measured one by one
 TIE = 1e-6  # of two logits, relative: a choice between equals
+TINY = 1e-30  # a sum of squares, added to nothing else
 HEAD = Site(None, "head")
 
 
@@ -64,7 +65,8 @@ class Forward:
         inputs = to_device(
             rollout, group, self.spec, self.options, self.world.device, None, parallel
         )
-        with torch.no_grad(), Boundaries(scorer.decoder, visit).shown():
+        boundaries = Boundaries(scorer.decoder, visit, getattr(visit, "otherwise", None))
+        with torch.no_grad(), boundaries.shown():
             values, _ = scorer(
                 scorer.score, inputs.batch, inputs.predicting, inputs.target_ids, inputs.options
             )
@@ -86,7 +88,10 @@ class Reference:
     Attributes:
         own: log-probabilities of each sequence.
         not_tested: modules that a side did not show.
+        forms: of the side that was replayed last, against other forms of the reference's modules.
     """
+
+    forms: Forms
 
     def __init__(self, forward: Forward, directory: Path) -> None:
         self.forward, self.directory = forward, directory
@@ -104,6 +109,7 @@ class Reference:
     def replayed(self, side: str) -> BySite:
         """Return every site of a side, one entry a sequence; what is new goes to files."""
         sums: dict[Site, list[Sums]] = {}
+        self.forms = {}
         folder = side_folder(self.directory, side)
         news = side_folder(self.directory, f"{side}-new")
         hidden: set[str] = set()
@@ -117,6 +123,8 @@ class Reference:
             replay.news[HEAD.key] = torch.from_numpy(own - given)
             for site, part in replay.sums.items():
                 sums.setdefault(site, []).append(part)
+            for form, part in replay.forms.items():
+                self.forms.setdefault(form, []).append(part)
             save_file(replay.news, news / f"{number}.safetensors")
             hidden |= replay.hidden
         if hidden:
@@ -154,6 +162,7 @@ class Reference:
         for group, places in groups_of(sites):
             keys = {site.key for site in places}
             sources |= keys
+            group = replace(group, form=form_of(places, self.forms, plain, dtype))
             if len(groups) < TESTED:
                 alone, without = self._with_new(name, keys), self._with_new(name, everything - keys)
                 effects = explained(end, alone), removed(end, without), moved(end, alone)
@@ -227,6 +236,7 @@ class Replay:
     ) -> None:
         self.side, self.natural, self.top_k = side, natural, top_k
         self.sums: dict[Site, Sums] = {}
+        self.forms: dict[tuple[Site, str], Sums] = {}
         self.news: dict[str, torch.Tensor] = {}
         self.hidden: set[str] = set()
 
@@ -240,6 +250,25 @@ class Replay:
         self.sums[site] = Sums.of(own, natural, value, self._counted(site, value.device))
         self.news[key] = (own - value).cpu().contiguous()
         return own
+
+    def otherwise(
+        self, key: str, name: str, value: torch.Tensor, times: torch.Tensor | None
+    ) -> None:
+        """Compare what the side gives with another form of the reference's module.
+
+        Args:
+            times: multiplied, for each token, by the factor that fits the side best, and added.
+        """
+        own = self.side.get(key)
+        if own is None or own.shape != value.shape:
+            return
+        own, site = own.to(value.device, torch.float32), Site.of(key)
+        if times is not None:
+            square = times.square().sum(-1, keepdim=True)
+            fitted = ((own - value) * times).sum(-1, keepdim=True) / square.clamp_min(TINY)
+            value = value + fitted * times
+        natural, counted = self.natural[key].to(value.device), self._counted(site, value.device)
+        self.forms[site, name] = Sums.of(own, natural, value, counted)
 
     def _counted(self, site: Site, device: torch.device) -> torch.Tensor | None:
         """Return, of a block of experts, the tokens whose choice was none between equals."""

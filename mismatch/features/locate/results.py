@@ -35,6 +35,19 @@ TITLES = {
     "final_norm": "final norm",
     "head": "head",
 }
+# What a side does otherwise than the checkpoint or config.json says; free factors come last.
+FORMS = {
+    "no-qk-norm": "without the norm of queries and keys (q_norm, k_norm) in front of the rotation",
+    "no-softcap": "without the cap on the scores (attn_logit_softcapping)",
+    "no-sinks": "without the learned sinks",
+    "gelu": "with the exact GELU in place of the activation of config.json",
+    "gelu-tanh": "with the approximate GELU (tanh) in place of the activation of config.json",
+    "silu": "with SiLU in place of the activation of config.json",
+    "no-shared-gate": "without the gate of the shared expert (shared_expert_gate)",
+    "no-shared-expert": "without the shared expert",
+    "shared-gate": "with another gate of the shared expert (shared_expert_gate)",
+    "routed-scale": "with another factor on the routed experts' sum",
+}
 LAYER_SITES = tuple(name for name in TITLES if name not in ("embedding", "final_norm", "head"))
 SOME_FAMILIES = ("mixer", "attention_norm", "shared_mlp", "mlp_norm")
 
@@ -110,6 +123,7 @@ class Group:
             error stays and this error is taken out.
         moves: root mean square of what its new error alone does to the end, over that of the
             side's distance. Rounding of all other modules can hide it from the other two.
+        form: a name of ``FORMS`` that says what the side does here; "": none of them does.
     """
 
     site: str
@@ -118,6 +132,7 @@ class Group:
     explains: float
     removed: float
     moves: float = 0.0
+    form: str = ""
 
     @property
     def place(self) -> str:
@@ -157,6 +172,8 @@ class SideLocation:
         distances, plain_distances: of each sequence; () where there is no plain forward.
         kind: what differs at the first source; None: there is none, or the run's own float32 passes
             do not say (see :func:`mismatch.features.locate.kinds.kind_of`).
+        fault: which side is wrong at the first source, likewise
+            (see :func:`mismatch.features.locate.kinds.fault_of`).
     """
 
     name: str
@@ -173,6 +190,7 @@ class SideLocation:
     distances: tuple[float, ...] = ()
     plain_distances: tuple[float, ...] = ()
     kind: Kind | None = None
+    fault: Literal["engine", "trainer", "either"] = "either"
 
     @property
     def source(self) -> Group | None:
@@ -209,6 +227,8 @@ class Location:
         reference: whose weights the float32 reference holds.
         tokens: action tokens whose log-probabilities were compared.
         broken: the run's report says BROKEN.
+        fields: names of config.json that this model sets.
+        impossible: causes that neither the model nor the run's settings can have.
     """
 
     model: str
@@ -218,3 +238,5 @@ class Location:
     sides: tuple[SideLocation, ...]
     not_tested: tuple[NotTested, ...]
     broken: bool = False
+    fields: tuple[str, ...] = ()
+    impossible: tuple[str, ...] = ()

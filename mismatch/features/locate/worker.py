@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import gc
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mismatch.codec import from_json, to_json
-from mismatch.engines.registry import engine_class
+from mismatch.engines.registry import engine_class, with_adapter_way
 from mismatch.features.locate.plan import part_of, side_folder
 from mismatch.features.locate.results import Sequence
 from mismatch.keys import PLAIN, Key
@@ -60,9 +59,7 @@ def record_engine(job: dict[str, Any], rollout: Rollout) -> None:
     sequences = [ids.tolist() for ids in rollout.sequences()]
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
     starts = [int(np.flatnonzero(mask)[0]) for mask in masks]
-    # Merged: an engine's own LoRA puts its layers into others, which have no sites.
-    served = in_form(replace(spec.engine, adapter_as="merged"))
-    with engine_class(name)(served, sampling, longest) as engine:
+    with engine_class(name)(in_form(with_adapter_way(spec.engine)), sampling, longest) as engine:
         report_ready()
         scores = RECORD[name](engine, sequences, starts, sampling.temperature, folder)
         facts = engine.fingerprint("prefill")

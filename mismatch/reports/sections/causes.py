@@ -98,7 +98,8 @@ def _paragraph(cause: Cause, rank: int, report: Report) -> str:
         parts.append(f"What ran here can make it: {summary.in_place_of(made)}")
         parts.append(summary.own_setting(made))
     elif entry is not None:
-        parts += [f"To confirm: {entry.confirm}"] if cause.status == "suspected" else []
+        open_still = cause.status == "suspected" and not summary.foreign(report, cause)
+        parts += [f"To confirm: {entry.confirm}"] if open_still else []
         parts.append(f"Do: {what_to_do(report, cause)}")
     return ". ".join(part.rstrip(".") for part in parts) + "."
 

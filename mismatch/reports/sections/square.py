@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -72,8 +73,14 @@ def section(result: Square, report: Report) -> Section:
 def sentences(result: Square, report: Report | None = None) -> list[str]:
     """Return which side is off and by what evidence."""
     beyond = [finding for finding in result.findings if finding.standing == "beyond"]
+    # Rounding as it was found, then differing functions, the larger difference first.
+    beyond.sort(key=lambda each: -each.value.value if each.evidence == "gap" else -math.inf)
     first = {(finding.side, finding.evidence): finding for finding in reversed(beyond)}
-    texts = [_off(result, finding) for finding in beyond if finding in first.values()]
+    causes = report.result("causes") if report else None
+    sides = {cause.side for cause in causes.ranked if cause.located} if causes else set()
+    texts = [
+        _off(result, finding, "engine" in sides) for finding in beyond if finding in first.values()
+    ]
     displaced = [each for each in result.displaced if each.standing == "beyond"]
     texts += [
         f"{_whose(result, each)} is wrong: {line(displacement(each))}."
@@ -90,7 +97,12 @@ def sentences(result: Square, report: Report | None = None) -> list[str]:
     return texts
 
 
-def _off(result: Square, finding: Finding) -> str:
+def _off(result: Square, finding: Finding, engines: bool) -> str:
+    """Say how far a side is off.
+
+    Args:
+        engines: a module of the engine was found to be wrong, and not the trainer's model code.
+    """
     name, value = line(finding.scoring), finding.value
     if finding.evidence == "excess":
         return (
@@ -103,7 +115,8 @@ def _off(result: Square, finding: Finding) -> str:
     far = f"; {finding.far}" if finding.far else ""
     apart = f"{number(value.value)} nats apart in float32{over}{far}"
     if finding.side == "either":
-        who = "the engine's implementation or the trainer's model code is off"
+        who = "the engine's implementation" + " or the trainer's model code" * (not engines)
+        who += " is off"
         return f"{name} and the float32 reference compute different functions: {who}; {apart}."
     return f"{WHOSE[finding.side]} computes another function than the float32 reference: {apart}."
 

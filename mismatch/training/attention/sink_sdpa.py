@@ -336,9 +336,12 @@ def plain_attention(
         seen = attention_mask.part(span.start, span.stop, span.low, span.high)
         lowest = torch.finfo(query.dtype).min
         added = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, lowest)
-        ours = (rows, key[:, :, keys], value[:, :, keys], added, scale)
+        ours = (rows, key[:, :, keys], value[:, :, keys], added)
+        # By name: some families take their dropout in front of it.
         parts.append(
-            with_sinks(*ours, sinks) if eager is None else eager(module, *ours, **options)[0]
+            with_sinks(*ours, scale, sinks)
+            if eager is None
+            else eager(module, *ours, scaling=scale, **options)[0]
         )
     return torch.cat(parts, dim=1), None
 

@@ -16,6 +16,7 @@ from mismatch.analysis.diagnosis.legs import (
     EXACT_FLOOR,
     NO_ROUNDING,
     agree_in_float32,
+    gap_of,
     legs_of,
     of_two_precisions,
 )
@@ -70,8 +71,7 @@ def _gap(case: Case, name: str, reference: Floats) -> Look:
     plain = PlainCost.of(case.others, reference)
     levels = levels_for(device_class(case.engine.fingerprint, case.trainer.fingerprint))
     level = levels.gap_bounds(plain.floor, plain.nats).failed
-    what = f"mean |{name} - {REFERENCE}|, nats"
-    evidence: tuple[Evidence, ...] = (Evidence(what, size.value, f"below {level:g}"),)
+    evidence: tuple[Evidence, ...] = (Evidence(gap_of(name), size.value, f"below {level:g}"),)
     if not above(size, level):
         return Look(evidence)
     side = gap_side(own, case.others, level)
@@ -86,7 +86,10 @@ def _gap(case: Case, name: str, reference: Floats) -> Look:
     repair = case.moved("trainer", off) if trainers else case.moved("engine", -off)
     removed = case.gone(repair)
     effect = removed if removed.value > 0 else None  # drowned in the rounding of the precision
-    taken_out = removed.value < EXPLAINED  # an earlier repair has done so, in other numbers
+    before = (case.trainer, case.right) if trainers else (case.engine, case.left)
+    moved = not np.array_equal(before[0].logprobs, before[1])
+    # An earlier repair of this side has done so, in other numbers.
+    taken_out = removed.value < (0.0 if moved else EXPLAINED)
     finding = Finding(cause, side, effect, evidence, alike=alike,
                       repair=None if taken_out else repair)  # fmt: skip
     return Look(evidence, (finding,))

@@ -30,6 +30,7 @@ CLEAR = 0.5  # share of the mismatch that a shift must remove
 ALONE_FIRST = 10.0  # times the others, that first tokens are off where they alone are misplaced
 PARTLY = 0.3  # share of the first tokens' difference that other rows in the batch change
 FADES = 3.0  # times later tokens, that the second token may be off: what fades is no slice
+OTHERS = 0.8  # share of misplaced rows, each of which has another row's place
 LEAST = 0.05  # with a re-pairing of rows, each of which fits its new partner
 POSITIVE = 1e-3  # nats above 0, that no rounding of a float32 log_softmax reaches
 WRITTEN_AS_0 = -1e-4  # nats in float32, below which no side of a lower precision has exactly 0
@@ -169,6 +170,9 @@ def rows(case: Case) -> Look | NotTested:
     # Where most tokens are certain, many rows are near to each other.
     if alone < max(2, len(partner) / 2) or (share < 0.02 and len(partner) < 3):
         return Look(evidence)
+    distinct = len(set(partner.values()))
+    if distinct < OTHERS * len(partner):  # no order of rows gives one of them to several
+        return Look(evidence)
     right, kept = case.right.copy(), np.ones(len(case.right), bool)
     for row, other in partner.items():
         span, origin = long_enough[row], long_enough[other]
@@ -180,7 +184,10 @@ def rows(case: Case) -> Look | NotTested:
     if effect.value < LEAST:  # a few prompts carry it: their rows are certain, no interval is
         return Look(evidence)
     side = odd_pairs(case, twins_of(case)).side
-    finding = Finding("row-pairing", side, effect, evidence, confirmed=True, repair=repair)
+    # Rows that take each other's places are exchanged, however little of the mismatch that is.
+    exchanged = len(partner.keys() & partner.values()) >= OTHERS * len(partner)
+    sure = exchanged or effect.value >= CLEAR
+    finding = Finding("row-pairing", side, effect, evidence, confirmed=sure, repair=repair)
     return Look(evidence, (finding,))
 
 
@@ -285,13 +292,17 @@ def padding(case: Case) -> Look:
     if first.sum() > bad.sum() / 2:  # of the prompt's last token, which its template makes certain
         return Look(evidence)
     effect = case.share(np.where(bad, 0.0, case.delta))
+    at_ends = bool((bad & last).sum() > bad.sum() / 2)
+    if not at_ends and bad.any() and effect.value < LEAST:  # what the name means is not there
+        return Look(evidence)
     repair = Repair(case.left, case.right, ~bad)
     inner = case.turn.max() > 1 and (bad & last).sum() < bad.sum() / 2
     cause = "action-mask" if inner else "appended-eos"
     # Where the other side is wrong about much more, it does not tell who is certain.
     told = case.reference is not None or effect.value >= CLEAR
     side = side if told else "either"
-    finding = Finding(cause, side, effect, evidence, confirmed=told, repair=repair)
+    sure = told and (at_ends or effect.value >= CLEAR)
+    finding = Finding(cause, side, effect, evidence, confirmed=sure, repair=repair)
     return Look(evidence, (finding,))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from mismatch.analysis.cause_results import DIFFER, Evidence, Side
 from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.declared import EAGER
 from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
 from mismatch.analysis.diagnosis.loaded_weights import (
     NOT_OF_CHECKPOINT,
@@ -26,6 +27,7 @@ from mismatch.types import NotTested, SideFacts
 
 HEADS = ("lm_head", "embed_out", "output_layer")
 ALIKE: tuple[str, ...] = ("stale-weights", "double-load", "lora-scale")
+TIMES_HELD = "factor of the adapter, held over that of its files"
 NEARLY_ALL = 0.9  # share of the parameters, from which a whole sync is missing
 LONGEST = 60  # characters of a value in the evidence
 WIDE = ("bf16", "fp16", "fp32", "auto", None)
@@ -90,11 +92,21 @@ def weights(case: Case) -> Look | NotTested:
         cause, alike = "stale-weights", ("sleep-level-2", "double-load")
     off = unlike_its_checkpoint(engine, trainer)
     side: Side = "either" if off is None else ("engine", "trainer")[off]
+    advice = ""
+    of_adapter = set(engine.get("adapter_held_otherwise", ()))
+    if of_adapter.issuperset(found.differ):  # the adapter's files say what the engine had to hold
+        cause, alike, side = "lora-scale", (), "engine"
+        what = "parameters whose adapter the engine holds otherwise than its files"
+        evidence += (Evidence(what, len(found.differ), "0"),)
+        if (times := engine.get("adapter_times")) is not None:
+            evidence += (Evidence(TIMES_HELD, times, "1"),)
     if off is not None:
         own = set(found.differ) & set((engine, trainer)[off].get(NOT_OF_CHECKPOINT, ()))
         what = f"parameters that the {side} alone holds otherwise than its checkpoint"
         evidence += (Evidence(what, len(own), "0"),)
-    finding = Finding(cause, side, None, evidence, alike=alike, stated=True, fact=True)
+    finding = Finding(
+        cause, side, None, evidence, alike=alike, stated=True, fact=True, advice=advice
+    )
     return Look(evidence, (finding,))
 
 
@@ -158,14 +170,26 @@ def _one_sided(engine: SideFacts, trainer: SideFacts) -> list[Finding]:
     findings: list[Finding] = []
 
     def add(
-        cause: str, side: Side, what: str, value: Any, normal: str, certain: bool = True
+        cause: str,
+        side: Side,
+        what: str,
+        value: Any,
+        normal: str,
+        certain: bool = True,
+        advice: str = "",
     ) -> None:
         evidence = (Evidence(what, str(value), normal),)
-        findings.append(Finding(cause, side, None, evidence, certain=certain, stated=True))
+        findings.append(Finding(cause, side, None, evidence, certain=certain, stated=True,
+                                advice=advice))  # fmt: skip
 
     if trainer.get("honours_sinks") is False:
         add("attention-sinks", "trainer", "attention kernel that ignores the learned sinks",
             trainer.get("attention"), "honours them")  # fmt: skip
+    if trainer.get("honours_softcap") is False:
+        kernel = trainer.get("attention")
+        advice = "Train with a kernel that caps the scores (eager, flash attention); here: " + EAGER
+        add("logit-softcap", "trainer", "attention kernel that ignores attn_logit_softcapping",
+            kernel, "caps its scores", advice=f"{advice}.")  # fmt: skip
     if engine.get("kv_cache_dtype") not in WIDE:
         add("fp8-kv", "engine", "dtype of the KV cache", engine["kv_cache_dtype"], "bf16")
     if str(engine.get("quantization") or "none").lower() not in NOT_QUANTISED:
@@ -201,7 +225,7 @@ def _sampled(case: Case) -> list[Finding]:
 
 DETECTORS = (
     Detector("weights", "weights", ("weights-differ", "stale-weights", "tied-head-stale",
-             "experts-differ", "quantised-rollout"), weights,
+             "experts-differ", "quantised-rollout", "lora-scale"), weights,
              "digests of both sides' parameters", 60),
     Detector("configurations", "function", (*dict.fromkeys(FIELDS.values()), "attention-sinks",
              "fp8-kv", "quantised-rollout", "fsdp-cast-inputs", "trainer-autocast", "precision",
