@@ -1,7 +1,7 @@
 """The tool's own lengths leave the engine that samples as it is: its values are equal bit for bit.
 
 A check starts the engine with room for its long sequence, which a run without that one lacks. On
-rope types that depend on a length, on learned positions, and next to caches and adapters.
+rope types that depend on a length, and next to caches and adapters.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ FLAGS = (*FEW, "--nproc-per-node", "1", "--no-locate", "--exact-kl", "0")
         ("yarn", ("enable_prefix_caching=true",)),
         ("longrope", ()),
         ("adapter", ()),
-        ("gpt2", ()),
     ],
 )
 def test_a_long_sequence_moves_no_sampled_value(
@@ -56,10 +55,7 @@ def test_a_long_sequence_moves_no_sampled_value(
 ) -> None:
     monkeypatch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))
     changed = {"rope_parameters": ROPE[case]} if case in ROPE else {}
-    if case == "gpt2":
-        base = make("gpt2", tmp_path / "base")
-    else:
-        base = make("llama", tmp_path / "base", **HEADS, **changed)
+    base = make("llama", tmp_path / "base", **HEADS, **changed)
     given = ["--model", str(base)]
     if case == "adapter":
         given += ["--adapter", str(adapter_for(base, tmp_path / "adapter", 0.5))]

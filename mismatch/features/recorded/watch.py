@@ -31,6 +31,11 @@ MOST = 200_000  # tokens of a step that are kept to compare its rows; sums are o
 PATIENCE = 10  # looks at files that do not change, after which half a file is read as it is
 STABLE = "STABLE"  # prime-rl's file in the folder of a complete step
 
+NOT_PROVEN = (
+    "comparison: a dump does not prove that both sides have the same weights, temperature and "
+    "vocabulary; mismatch check does"
+)
+
 Look = dict[Path, tuple[int, int]]  # file -> its size, and the time of its last change
 
 
@@ -110,6 +115,7 @@ def follow(
             if half and not once and group.waited < PATIENCE:
                 once_of(f"{line(half[0])}: waiting for the rest of it")
                 continue
+            once_of(NOT_PROVEN)
             group.told = files
             ranks[key[0]] = max(len(files), ranks.get(key[0], 0))
             for step, rows in _steps(recorded):
