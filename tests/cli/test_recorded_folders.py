@@ -31,7 +31,9 @@ def judged(tmp_path: Path, dump: Path, *more: object) -> tuple[str, dict[str, An
 def watched(folder: Path) -> list[str]:
     done = mismatch("watch", folder, "--once", "--python", sys.executable)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    first, *lines = done.stdout.splitlines()
+    assert first.startswith("comparison: ")
+    return lines
 
 
 def tokens(rows: list[made.Sample]) -> int:
