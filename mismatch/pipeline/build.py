@@ -189,10 +189,10 @@ def build_report(
     ]
     left = [(analysis, result) for analysis, result in left if result is not None]
     for analysis, result in left:
-        told = attempts.make(
+        decided = attempts.make(
             analysis.id, analysis.call, "judged", result, judgements, otherwise=None
         )
-        judgements = told or judgements
+        judgements = decided or judgements
     judgements, too_short = without_short(judgements, artefacts.rollout)
     square = results.get("square")
     causes = [
@@ -201,14 +201,17 @@ def build_report(
         for cause in attempts.make(analysis.id, analysis.call, "causes", result, otherwise=()) or ()
     ]
     found = attempts.make("causes", of_sides_at_fault, causes, square, otherwise=[])
-    found += [
+    told = [
         cause
         for analysis, result in left
         for cause in attempts.make(analysis.id, analysis.call, "told", result, otherwise=()) or ()
     ]
-    if found and "causes" in results:
+    if (found or told) and "causes" in results:
         before = results["causes"]
-        results["causes"] = attempts.make("causes", led_by, before, found, otherwise=before)
+        made = attempts.make("causes", led_by, before, [*found, *told], otherwise=before)
+        shown = {cause.id for cause in told}  # by a dump itself
+        ranked = sorted(made.ranked, key=lambda cause: cause.id not in shown)
+        results["causes"] = replace(made, ranked=tuple(ranked))
     if "causes" in results:
         before, trainer = results["causes"], artefacts.train.fingerprint
         made = attempts.make("causes", of_this_machine, before, trainer, otherwise=before)

@@ -58,7 +58,7 @@ DATA: dict[type, frozenset[str]] = {
         "answer_column max_turns max_observation_tokens",
         TrainSpec: "model revision dtype master_dtype offload autocast head_dtype router_dtype "
         "micro_batch_tokens layout sequence_parallel grad routing temperature_in logprobs_dtype "
-        "layers adapter weights replay_routing replay_source inject inject_seed",
+        "layers adapter adapter_as weights replay_routing replay_source inject inject_seed",
     }.items()
 }
 

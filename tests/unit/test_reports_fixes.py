@@ -184,6 +184,11 @@ def test_advice_can_be_typed(name, command):
     assert fixes.command_of(FixOutcome(name, "train", "", flags)) == command
 
 
+def test_the_flags_of_a_fix_that_is_not_here_are_shown_as_they_were_written():
+    row = FixOutcome("gone", "train", "", "--other 1")
+    assert fixes.command_of(row).split(" … ") == ["mismatch check", row.flags]
+
+
 def test_best_first_with_values_and_changes():
     values, changes = rows(make_table(), 0), rows(make_table(), 1)
     names = [

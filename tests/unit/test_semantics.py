@@ -127,10 +127,20 @@ def test_an_off_by_one_fails_alignment(shift):
     assert f"best lag is {shift:+d}" in check.detail
 
 
-def test_shuffled_rows_warn_in_alignment():
+def test_shuffled_rows_fail_in_alignment():
     rollout, left, right = make()
     shuffled = np.random.default_rng(1).permutation(right.logprobs)
-    assert semantics.alignment(rollout, left, replace(right, logprobs=shuffled)).status == "warning"
+    assert semantics.alignment(rollout, left, replace(right, logprobs=shuffled)).status == "failed"
+
+
+def test_weak_correlation_of_near_values_is_a_warning():
+    """Where all tokens are nearly certain, rounding alone leaves no more."""
+    rollout, left, right = make()
+    near = left.logprobs - left.logprobs.mean()
+    sides = [replace(side, logprobs=-0.1 + 0.01 * near) for side in (left, right)]
+    mixed = np.random.default_rng(1).permutation(sides[1].logprobs)
+    found = semantics.alignment(rollout, sides[0], replace(sides[1], logprobs=mixed))
+    assert found.status == "warning"
 
 
 def test_raw_logprobs_at_another_temperature_fail():

@@ -70,8 +70,8 @@ def follow(
     ranks: dict[str, int] = {}  # by folder: the most files that a step has had
     said = set[str]()
 
-    def once_of(text: str) -> None:
-        kind = re.sub(r"\d+", "N", text)  # files of one name, of another step or rank
+    def once_of(text: str, own: bool = False) -> None:
+        kind = text if own else re.sub(r"\d+", "N", text)  # files of one name, of other steps
         if kind not in said:
             said.add(kind)
             note(text if len(text) < 400 else f"{text[:400]} …")
@@ -103,19 +103,20 @@ def follow(
             except Exception as error:  # whatever a file holds, the next may be whole
                 fault = line(getattr(error, "headline", None) or named_line(error))
                 name = line(next(iter(files)))
-                once_of(f"{fault if name in fault else f'{name}: {fault}'}: not read")
+                once_of(f"{fault if name in fault else f'{name}: {fault}'}: not read", own=True)
                 group.told = files
                 continue
             half = [str(each.headline) for each in recorded.passed_over if not each.foreign]
             half += [text for text in recorded.remarks if text.startswith(CUT_OFF)]
             for each in recorded.passed_over:
                 what = "passed over" if each.foreign else "not read"
-                once_of(f"{line(each.headline)}: {what}")
+                once_of(f"{line(each.headline)}: {what}", own=not each.foreign)
             group.half = bool(half)
             if half and not once and group.waited < PATIENCE:
                 once_of(f"{line(half[0])}: waiting for the rest of it")
                 continue
-            once_of(NOT_PROVEN)
+            if not once:
+                once_of(NOT_PROVEN)
             group.told = files
             ranks[key[0]] = max(len(files), ranks.get(key[0], 0))
             for step, rows in _steps(recorded):

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 Sections = Section | tuple[Section, ...] | None
 # Chapters in their order: id, title, the sections in each.
 CHAPTERS = (
-    ("comparable", "Is the comparison valid?", ("valid",)),
-    ("normal-or-not", "Is this normal?", ("headline", "noise", "two_passes", "exact")),
+    ("normal-or-not", "Is this normal?", ("headline", "valid", "noise", "two_passes", "exact")),
     ("place", "Where does it sit?", ("tokens", "breakdowns")),
     ("why", "Why?", ("causes", "square", "long_sequence", "explain", "variants")),
     ("helps", "What helps?", ("fixes",)),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.base import VALUE, check_command
 from mismatch.experiments.fixes.catalogue import FIXES, chosen_of, is_combination, labels
 from mismatch.experiments.fixes.guides import settings_of
@@ -213,8 +214,17 @@ def _dots(rows: list[FixOutcome], report: Report, axes: Axes) -> str:
 
 
 def command_of(row: FixOutcome) -> str:
-    """Return the command that makes a check with a fix or a combination."""
-    return check_command([chosen.flags for chosen in chosen_of(row.id)])
+    """Return the command that makes a check with a fix or a combination.
+
+    From the catalogue; a row of a plug-in that is not here, or with other flags, keeps its text.
+    """
+    try:
+        flags = [chosen.flags for chosen in chosen_of(row.id)]
+    except MismatchError:  # not in the catalogue
+        flags = []
+    if " ".join(map(str, flags)) != row.flags:
+        return f"mismatch check … {row.flags}"
+    return check_command(flags)
 
 
 def _settings(result: FixTable) -> Section:

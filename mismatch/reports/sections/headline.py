@@ -298,7 +298,7 @@ def valid(report: Report) -> Section:
     lead = "A difference means something where both sides have these in common."
     title = "Is the comparison valid?"
     short = in_words(validity(report))
-    return Section("valid", title, lead, short=short, tables=[Table(VALID, rows)], folded=False)
+    return Section("valid", title, lead, short=short, tables=[Table(VALID, rows)])
 
 
 def section(report: Report, framework: str | None) -> Section | None:
