@@ -127,9 +127,9 @@ def in_words(found: Sequence[Validity]) -> str:
     >>> in_words([Validity("weights", "proven"), Validity("token ids", "not proven")])
     'comparison: not proven to have the same token ids'
     >>> in_words([Validity("weights", "proven")])
-    'comparison valid'
+    'comparable'
     """
     for standing, words in (("refuted", "void, the sides do not"), ("not proven", "not proven to")):
         if named := [each.what for each in found if each.standing == standing]:
             return f"comparison: {words} have the same {in_list(named, NAMED)}"
-    return "comparison valid"
+    return "comparable"

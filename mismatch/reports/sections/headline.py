@@ -73,6 +73,9 @@ def answers(
     result, causes = report.result("square"), report.result("causes")
     named = bool(causes and causes.ranked)  # what checks found is said with the cause
     missing = list(dict.fromkeys(line(entry.what) for entry in summary.untested(report)))
+    prompts = [row.estimate.n_prompts for row in summary.judged_rows(report)[:1]]
+    if any(prompts):  # what no interval knows of
+        missing.append(f"kinds of prompts rarer than 1 in {1 / missed_share(prompts[0]):.0f}")
     texts = {
         "Careful": line(" ".join(warnings)),
         "Replaced": _replaced(report),
@@ -234,10 +237,7 @@ def _training(report: Report) -> Iterator[str]:
 
 
 def _sure(report: Report) -> str:
-    """k3 with its interval next to its level, by how many prompts; the fix on held-out prompts.
-
-    What no interval knows of is said: kinds of prompts that were not drawn.
-    """
+    """k3 with its interval next to its level, by how many prompts; the fix on held-out prompts."""
     row = next((row for row in summary.judged_rows(report) if row.metric == K3), None)
     if row is None or row.judgement is None:
         return ""
@@ -247,9 +247,6 @@ def _sure(report: Report) -> str:
         f"healthy up to {bound(row.judgement.healthy)}, unfit beyond {bound(row.judgement.unfit)}; "
         f"{plural(row.estimate.n_prompts, 'prompt')}"
     ]
-    if row.estimate.n_prompts:
-        rarer = round(1 / missed_share(row.estimate.n_prompts))
-        parts[0] += f" (kinds rarer than 1 in {rarer} may be missing)"
     table = report.result("fixes")
     if table is not None and table.held_out is not None and table.held_out.confirmed:
         parts.append("the fix is confirmed on held-out prompts")
