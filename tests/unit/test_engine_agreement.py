@@ -132,11 +132,11 @@ def both(*moves: Move) -> Move:
 @pytest.mark.parametrize(
     ("prompts", "each", "nats"), [(1, 3, 1.0), (3, 1, 1.0), (9, 4, 0.5), (9, 10, 0.3)]
 )
-def test_tokens_beyond_all_that_rounding_moves_fail_where_all_differ(
+def test_tokens_beyond_all_that_rounding_moves_warn_where_all_differ(
     prompts: int, each: int, nats: float
 ) -> None:
     check = judged(both(rounding(1.0), tokens(prompts, each, nats)))
-    assert check.status == "failed"
+    assert check.status == "warning"
     assert f"{prompts * each} far beyond" in check.detail
 
 
