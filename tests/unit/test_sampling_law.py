@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from mismatch.analysis.diagnosis import semantics
+from mismatch.analysis.diagnosis.case import Case
+from mismatch.analysis.diagnosis.detectors.law import end_tokens
 from mismatch.types import Check, Rollout, Sampling, Scoring, SideFacts
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE, VOCABULARY = 64, 4, 3, 60, 24
@@ -127,6 +129,13 @@ def test_end_tokens_are_judged_by_the_nearer_of_trainer_and_reference() -> None:
     assert check(rollout, left, right).status == "failed"
     found = semantics.sampling_law(rollout, left, right, {"reference:fp32": exact})
     assert found.status == "passed"
+
+
+@pytest.mark.parametrize("declared", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 8}])
+def test_end_tokens_of_a_declared_law_are_no_cause(declared: dict[str, float]) -> None:
+    rollout, left, right = pair(0, ends=30.0)
+    rollout = replace(rollout, sampling=replace(rollout.sampling, **declared))
+    assert end_tokens(Case.of(rollout, left, right, {})) is None
 
 
 def test_what_chance_hardly_makes_is_not_passed() -> None:

@@ -102,7 +102,7 @@ def test_nan_under_settings_that_the_user_added_warns(tmp_path):
      (0.004, "passed")],
 )  # fmt: skip
 def test_a_trainer_that_contradicts_itself_is_not_healthy(size, status, tmp_path):
-    """Noise of 0.007: what is drawn anew in each pass is 1.41 times the headline at most."""
+    """At 0.007 the two passes are 1.4 times as far apart as engine and trainer."""
     rollout = sampled()
     left = likely(rollout)
     right = left + noise(rollout, 0.005)

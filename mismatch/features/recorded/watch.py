@@ -58,7 +58,7 @@ def follow(
 ) -> Iterator[str]:
     """Yield a line for every step that is complete, as files of a dump appear.
 
-    A step that grows or is written again is told again.
+    A step whose files change gets a new line.
 
     Args:
         once: stop after the files that are there.

@@ -396,6 +396,9 @@ def end_tokens(case: Case) -> Look | None:
     here. The sum is off by chance by more than Bernstein's bound in one run of 10^5, and by
     rounding as the probabilities are; the nearer of trainer and float32 reference counts.
     """
+    sampling = case.rollout.sampling
+    if sampling.temperature == 0 or sampling.truncates or sampling.penalises:
+        return None  # drawn from another law, as the run declares
     stops = case.engine.fingerprint.get("stop_token_ids") or ()
     drawn = np.isin(case.rollout.token_ids[case.rollout.actions], list(stops))
     size, found = float(np.abs(case.delta[case.kept]).mean()), []
