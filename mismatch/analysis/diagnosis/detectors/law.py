@@ -398,7 +398,7 @@ def end_tokens(case: Case) -> Look | None:
     """
     sampling = case.rollout.sampling
     if sampling.temperature == 0 or sampling.truncates or sampling.penalises:
-        return None  # drawn from another law, as the run declares
+        return None  # cut or penalised on purpose
     stops = case.engine.fingerprint.get("stop_token_ids") or ()
     drawn = np.isin(case.rollout.token_ids[case.rollout.actions], list(stops))
     size, found = float(np.abs(case.delta[case.kept]).mean()), []
