@@ -521,7 +521,13 @@ class CheckSpec:
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
     nproc_per_node: Annotated[
-        int, Flag(TRAIN, "Ranks; default: GPUs, or 2 on a CPU.", kind=int | None, range=RANKS)
+        int,
+        Flag(
+            TRAIN,
+            "Ranks; default: GPUs (of 8 those that engines leave), 2 on a CPU.",
+            kind=int | None,
+            range=RANKS,
+        ),
     ] = 2
     noise_floor: Annotated[
         bool, Flag(TRAIN, "Also run the trainer twice and in float32 to measure noise.")

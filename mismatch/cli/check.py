@@ -21,7 +21,7 @@ def check(flags: Flags) -> int:
     """
     from mismatch.cli import output, session
     from mismatch.cli.to_spec import check_spec
-    from mismatch.doctor.plan import placed
+    from mismatch.doctor.plan import placed, ranks_apart
     from mismatch.pipeline.commands import run_check
     from mismatch.pipeline.preflight import preflight, require_names
     from mismatch.reports.files import write_report
@@ -31,6 +31,8 @@ def check(flags: Flags) -> int:
         spec, notes = configured(check_spec(flags), flags)
         for note in notes:
             output.say(note, stderr=flags["as_json"])
+        if flags["nproc_per_node"] is None:
+            spec = ranks_apart(spec, flags["gpus"])
     levels = session.levels(flags)
     session.require_directory(flags)
     require_names(spec)

@@ -53,6 +53,7 @@ UNKNOWN_PROMPT_TOKENS = 512
 # Families whose predictions were compared with measured peaks (benchmarks/memory.py).
 MEASURED = ("gpt_oss", "qwen3", "qwen3_moe")
 IN_FLOAT32 = " in float32"  # behind the engine's name
+MANY_GPUS = 8  # from here on the trainer's ranks leave the engine's GPUs
 SPLITS = (2, 4, 8)  # tensor parallel sizes that a plan may choose
 NEEDED = ("engine", TRAIN, HOST, "disk")  # sides without which there is no check
 
@@ -350,6 +351,37 @@ def placed(spec: CheckSpec, machine: Machine | None = None) -> CheckSpec:
     if split is None or split[1].level == "does not fit":
         return spec
     return on_engine(spec, tensor_parallel_size=split[0])
+
+
+def ranks_apart(spec: CheckSpec, gpus: str | None = None) -> CheckSpec:
+    """Return the spec with ranks on the GPUs that its engines leave free, where that costs nothing.
+
+    On many GPUs the trainer then loads its weights while the engine starts, and scores while it
+    rescores; on few, ranks that are missing cost more than that saves.
+
+    Args:
+        spec: with a rank on every GPU.
+        gpus: GPUs in place of the machine's own, e.g. "8xH100-80GB".
+    """
+    engine, train, ranks = spec.rollout.engine, spec.train, spec.nproc_per_node
+    if ranks < MANY_GPUS or engine.servers or train.scorer != OWN_SCORER:
+        return spec
+
+    def lacks(memory: Memory) -> tuple[list[int], int, int]:
+        levels = [get_args(Level).index(fit.level) for fit in memory.sides]
+        return levels, memory.float32_offload, memory.float32_layers
+
+    with suppress(MismatchError):  # the plan itself says what is wrong
+        machine = inspect_machine()
+        machine = machine_with(machine, *parse_kind(gpus)) if gpus else machine
+        whole = placed(spec, machine)
+        with_all = memory_of(whole, machine)
+        taken = max(whole.rollout.engine.tensor_parallel_size, with_all.float32_split)
+        apart = replace(spec, nproc_per_node=ranks - taken)
+        usable = 2 * taken <= ranks == len(machine.gpus) and not taken % train.sequence_parallel
+        if usable and lacks(memory_of(placed(apart, machine), machine)) == lacks(with_all):
+            return apart
+    return spec
 
 
 def _smallest_split(

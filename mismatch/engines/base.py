@@ -277,6 +277,7 @@ class Engine(Protocol):
 
     name: ClassVar[str]
     likeliest: int = 0  # most likely tokens to give with each sampled one
+    sequences: int = 0  # most that come at once, set before it is entered; 0: not known
 
     def __init__(self, spec: EngineSpec, sampling: Sampling, longest: int) -> None: ...
 

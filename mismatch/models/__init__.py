@@ -4,8 +4,8 @@ The config.json that ships for a short name makes `mismatch doctor`, `mismatch k
 `--dry-run` work without a network; a real run always reads the model's own. They were written from
 published copies of config.json; those behind OLMoE from two of these: copies, slime
 (scripts/models, 2026-08), Megatron-Bridge, OLMo-core, the defaults of transformers 5.19. Where a
-value had no second public source, it is listed as unconfirmed (none of these decides a memory size:
-parameters are checked against the published count). The table is aliases.json: workers import this
+value had no second public source, it is listed as unconfirmed (parameters are checked against the
+published count). The table is aliases.json: workers import this
 module on Python 3.10, which reads no TOML.
 """
 

@@ -114,15 +114,19 @@ def test_routes_are_captured_by_us_on_a_cpu_and_by_vllm_on_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("given", "largest"),
-    [({}, 256), ({"max_num_seqs": 24}, 16), ({"enforce_eager": True}, None)],
-)
-def test_a_gpu_captures_few_graphs_unless_the_user_says_which(
-    given: dict[str, Any], largest: int | None, monkeypatch: pytest.MonkeyPatch
+    ("given", "sequences", "largest"),
+    [
+        ({}, 0, 256), ({}, 256, 256), ({}, 4096, 256), ({}, 24, 32), ({}, 1, 1),
+        ({"max_num_seqs": 24}, 256, 32), ({"max_num_seqs": 64}, 8, 8),
+        ({"enforce_eager": True}, 24, None),
+    ],
+)  # fmt: skip
+def test_a_gpu_captures_graphs_of_batches_that_come_unless_the_user_says_which(
+    given: dict[str, Any], sequences: int, largest: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "cudagraph_capture_sizes" not in arguments(with_args(**given))  # on a CPU
+    assert not vllm_args.capture_sizes(with_args(**given), sequences)  # on a CPU
     monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: False)
-    sizes = arguments(with_args(**given)).get("cudagraph_capture_sizes")
+    sizes = vllm_args.capture_sizes(with_args(**given), sequences).get("cudagraph_capture_sizes")
     assert (sizes and sizes[-1]) == largest
 
 

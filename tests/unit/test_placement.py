@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from mismatch.captures import priority
-from mismatch.doctor.plan import plan
+from mismatch.doctor.plan import plan, ranks_apart
 from mismatch.engines.distribution_capture import CaptureRequest, join_collected
 from mismatch.errors import MismatchError
+from mismatch.models import resolve_model
 from mismatch.processes.launch import started
 from mismatch.processes.stages import Stages
 from mismatch.run.machine import Placement, placement
@@ -65,6 +66,24 @@ def test_gpus_that_the_trainer_leaves_are_the_engines_and_both_work_at_once():
     assert "rescores" in planned.stages["score"]
     shared = plan(check(ranks=8), gpus="8xH100-80GB").stages
     assert "rescores" not in shared["score"]
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "ranks"),
+    [
+        ("gpt-oss-20b", "8xH100-80GB", 6),  # its float32 engine takes two
+        ("qwen3-8b", "8xH100-80GB", 7),
+        ("gpt-oss-120b", "8xH100-80GB", 8),  # both take all, in turn
+        ("gpt-oss-20b", "8xRTX4090-24GB", 8),  # no room with fewer
+        ("gpt-oss-20b", "4xH100-80GB", 4),
+    ],
+)
+def test_ranks_leave_the_engines_gpus_where_there_are_many_and_it_costs_no_room(model, gpus, ranks):
+    given = check(resolve_model(model), ranks=int(gpus[0]))
+    apart = ranks_apart(given, gpus)
+    assert apart.nproc_per_node == ranks
+    assert replace(apart, nproc_per_node=given.nproc_per_node) == given
+    assert ranks_apart(replace(given, nproc_per_node=3), gpus).nproc_per_node == 3
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,11 @@ CAPTURE = "enable_return_routed_experts"
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 # Numbers of sequences that a CUDA graph is captured for. vLLM captures 51, a second each, so that a
 # server pads little; a check decodes a few hundred sequences once.
+CAPTURED = "cudagraph_capture_sizes"
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GRAPH_SETTINGS = {  # arguments that say which graphs there are
     *("enforce_eager", "compilation_config", "optimization_level", "speculative_config"),
-    *("cudagraph_capture_sizes", "max_cudagraph_capture_size", "performance_mode"),
+    *(CAPTURED, "max_cudagraph_capture_size", "performance_mode"),
 }
 LOGPROB_MODES = ("raw_logprobs", "processed_logprobs")
 
@@ -144,12 +145,8 @@ def engine_arguments(
             arguments["max_num_batched_tokens"] = max(8192, arguments.get("max_model_len", 8192))
         if capture:
             arguments["enable_prefix_caching"] = False  # a cached prefix is not routed again
-    else:
-        if GRAPH_SETTINGS.isdisjoint(user):
-            most = int(user.get("max_num_seqs") or CAPTURE_SIZES[-1])
-            arguments["cudagraph_capture_sizes"] = [size for size in CAPTURE_SIZES if size <= most]
-        if capture:
-            arguments[CAPTURE] = True
+    elif capture:
+        arguments[CAPTURE] = True
     if capture and is_cpu_build() and user.get("enable_prefix_caching"):
         raise MismatchError(
             "routed experts cannot be captured with prefix caching on a CPU: cached tokens are not "
@@ -157,6 +154,20 @@ def engine_arguments(
             "drop --engine-arg enable_prefix_caching=true, or run without routing: --no-routing",
         )
     return arguments | user
+
+
+def capture_sizes(spec: EngineSpec, sequences: int) -> dict[str, Any]:
+    """Return the argument for CUDA graphs of batches that can come; {}: the user says which.
+
+    Args:
+        sequences: most that come at once; 0: not known.
+    """
+    user = user_arguments(spec)
+    if is_cpu_build() or not GRAPH_SETTINGS.isdisjoint(user):
+        return {}
+    most = min(filter(None, (sequences, int(user.get("max_num_seqs") or 0))), default=0)
+    count = sum(size < most for size in CAPTURE_SIZES) + 1 if most else len(CAPTURE_SIZES)
+    return {CAPTURED: list(CAPTURE_SIZES[:count])}  # the last holds all sequences
 
 
 def without_refused_capture(arguments: dict[str, Any]) -> tuple[dict[str, Any], str]:

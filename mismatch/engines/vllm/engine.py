@@ -35,6 +35,7 @@ from mismatch.engines.model_info import CauseInLog, ModelInfo, load_fix, read_mo
 from mismatch.engines.registry import checkpoint_names, model_directory, model_facts, short_dtype
 from mismatch.engines.vllm import private
 from mismatch.engines.vllm.arguments import (
+    capture_sizes,
     captures_routes,
     engine_arguments,
     is_cpu_build,
@@ -112,7 +113,8 @@ class VllmEngine(Engine):
 
     def __enter__(self) -> VllmEngine:
         try:
-            arguments, self._refused = without_refused_capture(self._arguments)
+            arguments = self._arguments | capture_sizes(self.spec, self.sequences)
+            arguments, self._refused = without_refused_capture(arguments)
             self.llm = started(arguments)
             if self._applies and self.spec.adapter is not None:  # all requests carry it
                 from vllm.lora.request import LoRARequest

@@ -119,7 +119,9 @@ def run(run_dir: Path, spec: RolloutSpec, long: ScoreLong | None = None) -> None
         room = context - getattr(kind, "spare_tokens", 0)
         long = replace(long, tokens=min(long.tokens, room)) if rescores else None
     longest = max(ready.longest, long.tokens if long else 0)
-    with kind(in_form(with_adapter_way(spec.engine)), spec.sampling, longest) as engine:
+    made = kind(in_form(with_adapter_way(spec.engine)), spec.sampling, longest)
+    made.sequences = len(ready.ids) * spec.sampling.samples_per_prompt
+    with made as engine:
         stop_at(engine, ready)
         report_ready()
         if not resume.rollout_done(run_dir, spec):
