@@ -27,6 +27,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -417,6 +418,7 @@ def machine() -> dict[str, Any]:
         "ram_gib": here.ram_bytes >> 30,
         "python": platform.python_version(),
         "versions": versions(PACKAGES),
+        "packages": {each.metadata["Name"]: each.version for each in distributions()},
     }
 
 

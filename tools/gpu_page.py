@@ -3,7 +3,9 @@
     python tools/gpu_page.py              print the tables
     python tools/gpu_page.py proof.json   check a proof that was sent, and take it in
 
-A proof is what `make test-gpu` leaves. There is one of each card; a newer one replaces it.
+A proof is what `make test-gpu` leaves. There is one of each card; a newer one replaces it. The
+packages of the newest run whose main command was HEALTHY become constraints/cuda.txt, which `make`
+installs on GPUs.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tools.site_pages import escaped, table  # noqa: E402
 
 PROOFS = ROOT / "docs" / "evidence" / "gpu-proofs"
 STATES = ("passed", "failed", "unfinished", "left out")
+CONSTRAINTS = ROOT / "constraints" / "cuda.txt"
 # What these steps cannot have passed without.
 VERDICTS = {"A": "healthy", "B": "broken"}
 PRIVATE = re.compile(r"(?:/home|/root|/Users|/mnt|/data)/[^\s\"]+")
@@ -151,6 +154,22 @@ def take_in(path: Path, folder: Path = PROOFS) -> Path:
     return target
 
 
+def constraints(folder: Path = PROOFS) -> str:
+    """Return the packages of the newest run that proved the main command; "": none says them."""
+    able = [
+        proof
+        for proof in proofs(folder)
+        if proof.steps.get("A", {}).get("state") == "passed"
+        and proof.document["machine"].get("packages")
+    ]
+    if not able:
+        return ""
+    newest = max(able, key=lambda proof: str(proof.document["date"]))
+    held = {**newest.document["machine"]["packages"]}
+    lines = [f"{name}=={held[name]}" for name in sorted(held, key=str.lower) if name != "mismatch"]
+    return f"# Of the proof {newest.file}, by tools/gpu_page.py.\n" + "\n".join(lines) + "\n"
+
+
 # ---------------------------------------------------------------- the tables
 
 
@@ -246,6 +265,8 @@ if __name__ == "__main__":
     try:
         for given in asked.proofs:
             print(f"taken in: {take_in(given).relative_to(ROOT)}")
+        if text := constraints():
+            CONSTRAINTS.write_text(text, "utf-8")
         print(tables())
     except (Unfit, OSError) as reason:
         sys.exit(str(reason))

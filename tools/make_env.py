@@ -41,6 +41,7 @@ print(code, version.value, (name.value or b"?").decode())
 """
 # Wheels of the CUDA flavour: 4 GB to download, about 12 GB unpacked.
 CUDA_GB = 15
+CUDA = ROOT / "constraints" / "cuda.txt"  # of a run that was proven (tools/gpu_page.py), if any was
 INPUTS = ("pyproject.toml", "constraints/cpu.txt", "tools/make_env.py")
 SGLANG_INPUTS = ("constraints/sglang-cpu.txt", "tools/make_env.py")
 # What this package needs to run an engine; its code comes from the checkout.
@@ -143,8 +144,9 @@ def missing_for_cuda(place: Path) -> list[str]:
 
 def fingerprint(flavour: str, inputs: tuple[str, ...]) -> str:
     digest = hashlib.sha256(f"{flavour} {sys.version_info[:2]} {ROOT}".encode())
-    for name in inputs:
-        digest.update((ROOT / name).read_bytes())
+    files = [*(ROOT / name for name in inputs), *([CUDA] if flavour == "cuda" else [])]
+    for file in files:
+        digest.update(file.read_bytes() if file.exists() else b"")
     return digest.hexdigest()
 
 
@@ -155,7 +157,8 @@ def install_cpu(python: Path) -> None:
 
 
 def install_cuda(python: Path) -> None:
-    pip(python, "install", "-e", f"{ROOT}[vllm,datasets,dev]")
+    proven = ("-c", str(CUDA)) if CUDA.exists() else ()
+    pip(python, "install", *proven, "-e", f"{ROOT}[vllm,datasets,dev]")
 
 
 def install_sglang_cpu(python: Path) -> None:

@@ -92,6 +92,31 @@ def test_no_json_is_no_proof(tmp_path: Path) -> None:
         gpu_page.read(tmp_path / "proof.json")
 
 
+def test_the_constraints_are_those_of_the_newest_run_that_was_healthy(tmp_path: Path) -> None:
+    first = committed()
+    passed = changed(state="passed", numbers={"verdict": "healthy"})
+
+    def proof(date: str, card: str, version: str, step: dict[str, Any]) -> dict[str, Any]:
+        packages = {"torch": version, "mismatch": "0.1.0", "Accelerate": "1.0"}
+        gpus = [{"name": card, "mib": 81559}]
+        machine = first["machine"] | {"gpus": gpus, "packages": packages}
+        return first | {"date": date, "machine": machine, "steps": {"A": step}}
+
+    folder = tmp_path / "proofs"
+    folder.mkdir()
+    gpu_page.take_in(written(tmp_path / "sent", first), folder)
+    assert gpu_page.constraints(folder) == ""  # it says no packages
+    for document in (
+        proof("2027-01-02", "NVIDIA H200", "2.13", passed),
+        proof("2027-02-03", "NVIDIA L40S", "2.14", passed),
+        proof("2027-03-04", "NVIDIA A100-SXM4-80GB", "2.15", changed(state="unfinished")),
+    ):
+        gpu_page.take_in(written(tmp_path / "sent", document), folder)
+    lines = gpu_page.constraints(folder).splitlines()
+    assert lines[0].startswith("#")
+    assert lines[1:] == ["Accelerate==1.0", "torch==2.14"]
+
+
 def test_a_sent_proof_takes_the_place_of_the_one_of_its_card(tmp_path: Path) -> None:
     folder, sent = tmp_path / "proofs", tmp_path / "sent"
     folder.mkdir()

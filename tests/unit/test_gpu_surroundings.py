@@ -158,13 +158,19 @@ def test_experiments_of_a_quick_check_have_the_memory_of_a_whole_one(
 
 
 def test_the_environment_for_gpus_has_what_that_for_cpus_has(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
     make_env = runpy.run_path("tools/make_env.py")
     install = make_env["install_cuda"]
     monkeypatch.setitem(install.__globals__, "pip", lambda python, *args: asked.extend(args))
+    proven = tmp_path / "cuda.txt"
+    monkeypatch.setitem(install.__globals__, "CUDA", proven)
     install(Path("python"))
+    assert "-c" not in asked
+    proven.touch()
+    install(Path("python"))
+    assert asked[asked.index("-c") + 1] == str(proven)
     extras = asked[-1].partition("[")[2].rstrip("]").split(",")
     assert {"vllm", "datasets", "dev"} <= set(extras)
 
