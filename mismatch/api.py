@@ -3,6 +3,7 @@
 import mismatch
 
 run = mismatch.check(model="tiny-gpt-oss", num_prompts=16)
+run                         # Run('runs/…': healthy, …)
 run.verdict.status          # "healthy"
 run.tokens                  # a DataFrame, a row per token
 run.to_html()               # the report's page
@@ -18,12 +19,14 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mismatch.errors import MismatchError
+import numpy as np
+
+from mismatch.errors import MismatchError, did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,14 +35,30 @@ if TYPE_CHECKING:
     from mismatch.pipeline.run_comparison import RunComparison
     from mismatch.types import Report, Verdict
 
-__all__ = ["Run", "check", "load", "score_pair"]
+__all__ = ["Run", "check", "load", "postmortem", "score_pair"]
 
 
-@dataclass(frozen=True)
+class Metrics(dict[str, float]):
+    """Values by metric; a name that is none names the nearest."""
+
+    def __missing__(self, name: str) -> float:
+        near = did_you_mean(name, self, 1) or f"has {', '.join(self)}"
+        raise KeyError(f"no metric {name!r} here: {near.rstrip('; ')}")
+
+
+@dataclass(frozen=True, repr=False)
 class Run:
     """A run directory and what its report says."""
 
     directory: Path
+    _kept: tempfile.TemporaryDirectory[str] | None = field(default=None, compare=False)
+    """The temporary directory of a run without ``out``; deleted with this object."""
+
+    def __repr__(self) -> str:
+        try:
+            return f"Run({str(self.directory)!r}: {self.verdict.status}, {self.verdict.reason})"
+        except MismatchError as error:
+            return f"Run({str(self.directory)!r}: {error.message})"
 
     @cached_property
     def report(self) -> Report:
@@ -67,10 +86,10 @@ class Run:
     def metrics(self) -> dict[str, float]:
         """Values of the headline comparison, engine against trainer, by metric."""
         if not self.report.comparisons:
-            return {}
+            return Metrics()
         headline = self.report.comparisons[0]
         both = {**headline.metrics, **headline.routing}
-        return {name: estimate.value for name, estimate in both.items()}
+        return Metrics({name: estimate.value for name, estimate in both.items()})
 
     @cached_property
     def tokens(self) -> pd.DataFrame:
@@ -103,12 +122,38 @@ class Run:
         )
 
 
-def check(*, verbose: bool = False, **flags: Any) -> Run:
+def check(
+    model: str | None = None,
+    *,
+    engine: str | None = None,
+    python: str | os.PathLike[str] | None = None,
+    scorer: str | None = None,
+    prompts: str | os.PathLike[str] | None = None,
+    num_prompts: int | None = None,
+    samples_per_prompt: int | None = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    attention: str | None = None,
+    fix: str | Sequence[str] | None = None,
+    quick: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    verbose: bool = False,
+    **flags: Any,
+) -> Run:
     """Run ``mismatch check`` and return its run.
 
+    None is the command's own default. The run is kept in ``out``, or in runs/.
+
     Args:
+        model: short name, hub id or directory.
+        engine: "vllm", "sglang", "transformers".
+        python: interpreter of the training environment, which need not have mismatch.
+        scorer: whose code scores: "fsdp", "verl", "trl", or ``module:name``.
+        prompts: JSONL file.
+        fix: fixes to try: "all", or ids.
+        quick: without the float32 passes.
         verbose: print what the command prints.
-        flags: those of ``mismatch check``, with underscores; lists for flags that repeat.
+        flags: the other flags of ``mismatch check``, with underscores; lists for those that repeat.
 
     Raises:
         MismatchError: bad input, or nothing was measured. A broken verdict raises nothing.
@@ -116,7 +161,17 @@ def check(*, verbose: bool = False, **flags: Any) -> Run:
     Example:
         ``mismatch.check(model="gpt-oss-20b", python="~/verl/bin/python", scorer="verl")``
     """
-    return _command("check", [], flags, verbose)
+    named: dict[str, Any] = {
+        "model": model,
+        "engine": engine,
+        "python": python,
+        "scorer": scorer,
+        "fix": fix,
+    }
+    named |= {"prompts": prompts, "num_prompts": num_prompts, "max_tokens": max_tokens}
+    named |= {"samples_per_prompt": samples_per_prompt, "temperature": temperature}
+    named |= {"attention": attention, "quick": quick or None}
+    return _command("check", [], named | flags, verbose, out or True)
 
 
 def load(directory: str | os.PathLike[str]) -> Run:
@@ -145,15 +200,17 @@ def score_pair(
     prompts: Sequence[Any] | None = None,
     rewards: Sequence[float] | None = None,
     attributes: Mapping[str, Sequence[Any]] | None = None,
+    out: str | os.PathLike[str] | None = None,
     verbose: bool = False,
     **flags: Any,
 ) -> Run:
     """Judge two arrays of log-probabilities of the same tokens, without an engine or a model.
 
-    All arrays have a row per response and a column per token of it; rows may differ in length.
+    All arrays have a row per response and a column per token of it; rows may differ in length. Two
+    flat arrays are one response each.
 
     Args:
-        rollout_logprobs: [N, T] the sampler's, nats.
+        rollout_logprobs: [N, T] the sampler's, nats; or [T].
         train_logprobs: [N, T] the trainer's, nats.
         mask: [N, T] 1 where the policy sampled the token; None: everywhere.
         token_ids: [N, T] the responses' ids; None: unknown, so nothing is said of ids.
@@ -162,26 +219,36 @@ def score_pair(
         rewards: [N].
         attributes: further facts per row, ``replica``, ``rank``, ``weight_version``, ``step`` or
             ``environment``: named where the rows that are off share one.
-        flags: of ``mismatch postmortem``, such as ``dtype``, ``temperature`` and ``out``.
+        out: directory of the run; None: a temporary one, which lives as long as the result.
+        flags: of ``mismatch postmortem``, such as ``dtype`` and ``temperature``.
 
     Raises:
         MismatchError: rows without tokens, or of different lengths.
     """
     from mismatch.metrics.registry import plain_array
 
+    values: dict[str, Any] = {
+        "rollout_logprobs": rollout_logprobs,
+        "train_logprobs": train_logprobs,
+    }
+    more = {"entropy": entropy, "action_mask": mask, "token_ids": token_ids}
+    values |= {name: held for name, held in more.items() if held is not None}
+    if len(rollout_logprobs) and np.ndim(rollout_logprobs[0]) == 0:
+        values = {name: [held] for name, held in values.items()}
+    count = len(values["rollout_logprobs"])
+    for name, held in values.items():
+        if len(held) != count:
+            fault = f"{len(held)} rows of {name} for {count} of rollout_logprobs"
+            raise MismatchError(fault, "give one row per response in every array")
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder) / "pair.jsonl"
         # A prompt of one token comes first: something has to predict the first token of a response.
         # Its id is the prompt's number, because prompts of equal ids count as one.
         number_of: dict[str, int] = {}
         with dump.open("w") as file:
-            for row, values in enumerate(rollout_logprobs):
-                columns = {"rollout_logprobs": values, "train_logprobs": train_logprobs[row]}
-                columns |= {} if entropy is None else {"entropy": entropy[row]}
-                columns |= {} if mask is None else {"action_mask": mask[row]}
-                columns |= {} if token_ids is None else {"token_ids": token_ids[row]}
+            for row in range(count):
                 entry: dict[str, Any] = {
-                    name: plain_array(name, held).tolist() for name, held in columns.items()
+                    name: plain_array(name, held[row]).tolist() for name, held in values.items()
                 }
                 size = len(entry["rollout_logprobs"])
                 for name, held in entry.items():
@@ -199,19 +266,52 @@ def score_pair(
                 entry |= {} if prompts is None else {"prompt_id": prompt}
                 entry |= {} if rewards is None else {"reward": float(rewards[row])}
                 file.write(json.dumps(entry) + "\n")
-        return _command("postmortem", [str(dump)], flags, verbose)
+        return _command("postmortem", [str(dump)], flags, verbose, out)
 
 
-def _command(verb: str, positional: list[str], flags: dict[str, Any], verbose: bool) -> Run:
-    """Run a command in this process, and return the run that it made."""
+def postmortem(
+    dump: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    verbose: bool = False,
+    **flags: Any,
+) -> Run:
+    """Judge a run that already happened, from a file or a folder that it left.
+
+    Args:
+        out: directory of the run; None: a temporary one, which lives as long as the result.
+        flags: of ``mismatch postmortem``, with underscores.
+
+    Raises:
+        MismatchError: the dump holds nothing that can be judged.
+    """
+    return _command("postmortem", [os.fspath(dump)], flags, verbose, out)
+
+
+def _command(
+    verb: str,
+    positional: list[str],
+    flags: dict[str, Any],
+    verbose: bool,
+    out: str | os.PathLike[str] | bool | None,
+) -> Run:
+    """Run a command in this process, and return the run that it made.
+
+    Args:
+        out: its directory; True: a new one in runs/; None: a temporary one.
+    """
     import typer
 
     from mismatch.cli.flags import flag_of
     from mismatch.cli.main import app
     from mismatch.run.directory import new_directory
 
-    out = flags.pop("out", None)
-    directory = new_directory(None if out is None else Path(out), flags.get("model") or verb)
+    kept = None
+    if out is None:
+        kept = tempfile.TemporaryDirectory(prefix="mismatch-")
+        out = Path(kept.name) / "run"
+    given = None if isinstance(out, bool) else Path(out)
+    directory = new_directory(given, flags.get("model") or verb)
     arguments = [verb, *positional, "--out", str(directory)]
     for name, value in flags.items():
         flag = flag_of(name)
@@ -228,4 +328,4 @@ def _command(verb: str, positional: list[str], flags: dict[str, Any], verbose: b
             if not hasattr(error, "format_message"):  # a usage error of typer
                 raise
             raise MismatchError(error.format_message(), f"mismatch {verb} --help-all") from error
-    return load(directory)
+    return Run(load(directory).directory, kept)

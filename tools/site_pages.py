@@ -97,6 +97,37 @@ def glossary() -> str:
     return table(("word", "meaning"), wording("glossary").items())
 
 
+def dashboard() -> str:
+    """Return what each framework logs, as one finds it on a dashboard, and our levels of it."""
+    from mismatch.analysis.thresholds import default_thresholds
+    from mismatch.frameworks import FRAMEWORKS
+    from mismatch.metrics import METRICS, framework_names
+
+    classes, parts = ("bf16 dense", "bf16 MoE", "quantised"), []
+    for framework in FRAMEWORKS.values():
+        rows = []
+        for name, metric in METRICS.items():
+            cells = default_thresholds().get(name, {})
+            held = [
+                f"{cells[c].healthy:g} / {cells[c].unfit:g}" if c in cells else "–" for c in classes
+            ]
+            for alias in framework_names.of(name, framework.id):
+                remark = alias.remark or "the same number"
+                remark = f"another number: {remark}" if alias.differs else remark
+                rows.append(
+                    (f"`{alias.name}`", escaped(metric.label or name), *held, escaped(remark))
+                )
+        if rows and framework.logs:
+            heads = (
+                "logged as",
+                "ours",
+                *(f"{each}: healthy / unfit" for each in classes),
+                "difference",
+            )
+            parts += [f"## {framework.title}", table(heads, rows)]
+    return "\n\n".join(parts)
+
+
 def levels() -> str:
     """Return the healthy and the unfit bound of every judged metric, by class of stack."""
     from mismatch.analysis.thresholds import COLUMNS, default_thresholds
@@ -253,10 +284,13 @@ def gpu_proofs() -> str:
     return gpu_page.tables()
 
 
+# Pages of the evidence that the search shows.
+FOUND = ("index.md", "calibration.md", "compatibility.md", "known-issues.md", "gpu-results.md")
 TABLES = {
     "causes": causes,
     "checks": checks,
     "command-line": command_line,
+    "dashboard": dashboard,
     "fixes": fixes,
     "glossary": glossary,
     "gpu-proofs": gpu_proofs,
@@ -286,9 +320,21 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in the tables of a page."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Fill in the tables of a page; leave pages of the project itself out of the search."""
+    if hidden(page.file.src_uri):
+        page.meta["search"] = {"exclude": True}
     return filled(markdown)
+
+
+def hidden(path: str) -> bool:
+    """Whether the search leaves a page out: a user looks for none of them.
+
+    >>> hidden("decisions/0001-python.md"), hidden("evidence/known-issues.md")
+    (True, False)
+    """
+    folder, _, name = path.partition("/")
+    return folder in ("decisions", "contribute") or (folder == "evidence" and name not in FOUND)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ from typing import Any
 
 import typer
 
-from mismatch.cli.flags import Flags, Option
+from mismatch.cli.flags import NO_VARIABLE, Flags, Option, flag_of
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.run.files import read_regular
 
 Verb = Callable[[Flags], int]
+PROJECT = "pyproject.toml"
 EXPLICIT = ("COMMANDLINE", "DEFAULT_MAP", "ENVIRONMENT")  # where click read a value
 
 
@@ -50,8 +51,10 @@ def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callabl
                 return verb(flags)
 
         def take_config(ctx: typer.Context, value: Path | None) -> Path | None:
-            if value is not None:
-                ctx.default_map = {**(ctx.default_map or {}), **read_config(value, options)}
+            values = project_config(options) if value is None else read_config(value, options)
+            if values and value is None:
+                typer.echo(f"{PROJECT} sets {', '.join(map(flag_of, values))}", err=True)
+            ctx.default_map = {**(ctx.default_map or {}), **values}
             return value
 
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -76,8 +79,6 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
     """
     import tomllib
 
-    from mismatch.cli.options import CHECK  # imports what every flag of a check needs
-
     try:
         data = tomllib.loads(read_regular(path).decode("utf-8"))
     except OSError as error:
@@ -86,6 +87,36 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         fault = f"config file {path} is not TOML: {error}"
         raise MismatchError(fault, 'a line looks like: attention = "eager"') from error
+    return _values(data, f"config file {path}", options)
+
+
+def project_config(options: Iterable[Option]) -> dict[str, Any]:
+    """Return the flags that ``[tool.mismatch]`` of the working directory's pyproject.toml sets.
+
+    Raises:
+        MismatchError: as :func:`read_config`.
+    """
+    path = Path(PROJECT)
+    if not path.is_file() or b"mismatch" not in path.read_bytes():
+        return {}
+    import tomllib
+
+    try:
+        table = tomllib.loads(path.read_text("utf-8")).get("tool", {}).get("mismatch", {})
+    except (ValueError, RecursionError) as error:
+        fix = "correct it, or start in another directory"
+        raise MismatchError(f"{path} is not TOML: {error}", fix) from error
+    values = _values(table, f"{path}, [tool.mismatch]", options)
+    if refused := NO_VARIABLE & values.keys():
+        fault = f"{path} sets {flag_of(min(refused))}, which trusts what others wrote"
+        raise MismatchError(fault, "type it with the command")
+    return values
+
+
+def _values(data: dict[str, Any], source: str, options: Iterable[Option]) -> dict[str, Any]:
+    """Return the flags among ``options`` that a table sets; ``source`` is named in errors."""
+    from mismatch.cli.options import CHECK  # imports what every flag of a check needs
+
     own = {o.name: o for o in options if not o.argument and o.name != "config"}
     known = {option.name: option for option in CHECK} | own
     values: dict[str, Any] = {}
@@ -93,12 +124,12 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name not in known:
             guess = did_you_mean(name, known, most=1)
-            fault = f"config file {path}: unknown key {key!r}"
+            fault = f"{source}: unknown key {key!r}"
             raise MismatchError(fault, f"{guess}mismatch check --help-all lists all of them")
         if name in values:
-            fault = f"config file {path}: {name} is there twice, with - and with _"
+            fault = f"{source}: {name} is there twice, with - and with _"
             raise MismatchError(fault, "drop one of them")
-        option, where = known[name], f"config file {path}, key {key!r}:"
+        option, where = known[name], f"{source}, key {key!r}:"
         # Most files name one engine: a string is a list of one.
         items = value if option.is_list and isinstance(value, list) else [value]
         read = [option.convert(item, where) for item in items]

@@ -43,6 +43,9 @@ METAVARS: dict[Any, str] = {
     str: "NAME",
     Path: "PATH",
 }
+SHORT = {"out": "-o", "quiet": "-q"}
+# Defaults of flags, for a shell or a container; who sets it for others must not grant their trust.
+VARIABLE, NO_VARIABLE = "MISMATCH_", frozenset(("trust_run",))
 REQUIRED = inspect.Parameter.empty
 
 
@@ -168,7 +171,10 @@ class Option:
             about["metavar"] = METAVARS.get(self.name, typed)
         if self.argument:
             about["metavar"] = self.name.upper()
-        names = (self.flag,) if self.switch or self.spelling else ()
+        names = [self.flag] if self.switch or self.spelling or self.name in SHORT else []
+        names += [SHORT[self.name]] if self.name in SHORT else []
+        if not self.argument and self.name not in NO_VARIABLE:
+            about |= {"envvar": f"{VARIABLE}{self.name.upper()}", "show_envvar": False}
         info = typer.Argument(**about) if self.argument else typer.Option(*names, **about)
         return inspect.Parameter(
             self.name,

@@ -30,7 +30,11 @@ GROUPS = {
     },
     "Dig deeper": {"fixes": "List the fixes that a check can try, or show one of them."},
     "Before upgrades": {},
-    "Information": {"metrics": "List every metric."},
+    "Information": {
+        "metrics": "List every metric.",
+        "explain": "What a metric, check, cause, fix or word means; works offline.",
+        "demo": "Open the report of a broken run, which ships with mismatch.",
+    },
 }
 CORE = {name: summary for names in GROUPS.values() for name, summary in names.items()}
 HELP_ALL = "--help-all"
@@ -179,7 +183,9 @@ def _root(
     ctx: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+        typer.Option(
+            "--version", "-V", callback=_print_version, is_eager=True, help="Show the version."
+        ),
     ] = False,
     help: Annotated[
         bool,

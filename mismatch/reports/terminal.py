@@ -69,7 +69,8 @@ def _tail(shown: Page, console: Console, directory: Path | str | None) -> None:
         own = "THIS" if directory is None else line(directory)
         paragraph(console, f"Next: {line(step).replace('--against THIS', f'--against {own}')}")
     if directory is not None:
-        say(console, f"Everything is in {line(directory)} (open {shown.file}.html)")
+        named = "a name: mismatch explain NAME"
+        say(console, f"Everything is in {line(directory)} (open {shown.file}.html; {named})")
     style = TONES[shown.tone]
     verdict = f"verdict: {shown.word.upper()} – {line(shown.reason)}"
     style = style if "bold" in style else f"{style} bold"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -60,9 +61,45 @@ def test_rows_of_different_lengths_and_a_mask(tmp_path: Path) -> None:
     assert comparison.metrics
 
 
+def test_two_flat_arrays_are_one_response_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rollout = -np.linspace(0.1, 1, 500)
+    run = mismatch.score_pair(rollout, rollout + 0.01, dtype="fp32")
+    assert run.metrics["logprob_abs_diff_mean"] == pytest.approx(0.01)
+    assert run.verdict.status in repr(run)
+    with pytest.raises(KeyError, match="k3_kl"):
+        run.metrics["k3"]
+    kept = run.directory
+    assert kept.exists()
+    del run
+    assert not kept.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dump_is_judged_as_by_the_command(tmp_path: Path) -> None:
+    row = {"rollout_logprobs": [0.0, -0.5, -0.25], "train_logprobs": [0.0, -0.5, -0.25]}
+    row |= {"token_ids": [1, 2, 3], "action_mask": [0, 1, 1]}
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text("\n".join([json.dumps(row)] * 20))
+    run = mismatch.postmortem(dump, out=tmp_path / "run")
+    assert run.directory == tmp_path / "run"
+    assert run.metrics["logprob_abs_diff_max"] == 0
+
+
+def test_completion_finds_the_functions() -> None:
+    assert set(dir(mismatch)) == set(mismatch.__all__)
+    assert {"model", "engine", "python", "num_prompts", "fix"} <= set(
+        inspect.signature(mismatch.check).parameters
+    )
+
+
 def test_wrong_input_is_an_error_with_its_fix(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="1 train_logprobs"):
         mismatch.score_pair([[-0.1, -0.2]], [[-0.1]], out=tmp_path / "a")
+    with pytest.raises(MismatchError, match="1 rows"):
+        mismatch.score_pair([[-0.1], [-0.2]], [[-0.1]], out=tmp_path / "a")
     with pytest.raises(MismatchError, match="no-such-flag"):
         mismatch.check(model="tiny-gpt-oss", no_such_flag=1, out=tmp_path / "b")
     with pytest.raises(MismatchError, match=r"report\.json"):

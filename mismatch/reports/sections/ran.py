@@ -48,7 +48,8 @@ def section(report: Report) -> Section:
 def glossary() -> Section:
     """Return the words of a report, the same for every one."""
     table = Table((Column("word", text), Column("meaning", text)), [*wording("glossary").items()])
-    return Section("glossary", "Glossary", tables=[table], page_only=True)
+    more = ["All names of metrics, checks, causes and fixes: mismatch explain NAME."]
+    return Section("glossary", "Glossary", sentences=more, tables=[table], page_only=True)
 
 
 def _differing_first(rows: list[tuple[str, str, str]]) -> list[Cells]:
