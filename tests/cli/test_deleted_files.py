@@ -121,6 +121,7 @@ def test_a_recorded_artefact_that_was_deleted_leaves_the_report_incomplete(tmp_p
     assert found["verdict"]["status"] == "healthy"
 
 
+@pytest.mark.grid
 def test_every_format_of_a_stored_report_says_that_nobody_judged_it(tmp_path: Path) -> None:
     run = complete(tmp_path / "run")
     for form in ("text", "json", "markdown", "github", "junit"):
@@ -143,7 +144,7 @@ def test_every_format_of_a_stored_report_says_that_nobody_judged_it(tmp_path: Pa
             assert WORD in mismatch("report", run, other, "--format", form).stdout
 
 
-@pytest.mark.parametrize("command", ["compare", "locate"])
+@pytest.mark.parametrize("command", grid(("compare", "locate"), "compare"))
 def test_what_an_interrupted_writer_left_is_removed(command: str, tmp_path: Path) -> None:
     """By each command that holds the run, before it works or fails."""
     run = make_run(tmp_path / "run")

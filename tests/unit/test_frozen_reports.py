@@ -11,6 +11,7 @@ import pytest
 from mismatch.run import manifest
 from tests import frozen
 from tests.command import mismatch
+from tests.conftest import grid
 
 CLOSE = 1e-9  # relative: another CPU adds in another order
 
@@ -29,7 +30,7 @@ def differences(was: Any, now: Any, place: str = "") -> list[str]:
     return [each for pair in pairs for each in differences(*pair)]
 
 
-@pytest.mark.parametrize("name", frozen.RUNS)
+@pytest.mark.parametrize("name", grid(frozen.RUNS, "no-sinks", "quantised", "recorded"))
 def test_a_saved_run_is_judged_as_it_was(name: str, tmp_path: Path) -> None:
     run = frozen.unpack(name, tmp_path)
     was = frozen.report_of(run)
@@ -53,7 +54,7 @@ def unpacked(name: str, into: Path) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in frozen.RUNS if name != "recorded"])
+@pytest.mark.parametrize("name", grid((n for n in frozen.RUNS if n != "recorded"), "no-sinks"))
 def test_resuming_a_complete_run_starts_nothing(name: str, tmp_path: Path) -> None:
     run, command = unpacked(name, tmp_path)
     was = json.loads((run / "report.json").read_text())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mismatch.run import store
 from mismatch.run.directory import RUN, RUN_SCHEMA
 
+from ..conftest import grid
 from ..fuzz import TARGETS
 from ..made_run import make_run
 
@@ -29,7 +30,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", grid(TARGETS, "artefact", "dump", "server", "config", "levels"))
 def test_no_input_is_a_traceback(target, run):
     outcomes = {"refused": 0, "same": 0}
 
