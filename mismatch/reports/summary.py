@@ -10,10 +10,11 @@ from pathlib import PurePath
 from typing import Any
 
 from mismatch.analysis.catalogue import catalogue
-from mismatch.analysis.cause_results import KINDS, Cause
+from mismatch.analysis.cause_results import KINDS, LITTLE, Cause
 from mismatch.analysis.explained import lead_of
 from mismatch.analysis.levels import ENTROPY, MORE, MORE_PROMPTS, ONE_FORM, TOO_LITTLE
 from mismatch.errors import in_list
+from mismatch.experiments.results import TESTS
 from mismatch.facts import Replaced
 from mismatch.frameworks import BY_TITLE
 from mismatch.keys import REFERENCE, Key
@@ -187,6 +188,46 @@ def replaced(report: Report, cause: Cause | None = None) -> list[Replaced]:
     if cause is None:
         return found
     return [each for each in found if cause.id in each["causes"] and cause.side != "engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """How a cause is known, and how much of the mismatch it is.
+
+    Attributes:
+        how: as a phrase.
+        share: of mean |delta|, which the measured fix or the experiment removed, or else the
+            detector computed; None: not measured.
+        gone: an experiment or a measured fix took it out of the run.
+    """
+
+    how: str
+    share: Estimate | None
+    gone: bool = False
+
+
+def known_by(report: Report, cause: Cause) -> Known:
+    """Return how a cause is known: what was measured of it comes first."""
+    table, told = report.result("fixes"), report.result("explain")
+    for row in table.outcomes if table else ():
+        taken = TESTS.get(row.id.partition("=")[0])
+        if taken is not None and cause.id in taken.own and row.outcome == "better":
+            share = row.removed.get(HEADLINE)
+            return Known(f"confirmed by fix {row.id}", share, share is not None)
+    for each in told.experiments if told else ():
+        if each.outcome == "confirmed" and cause.id in (*each.tests, each.names):
+            share = cause.effect if each.gone is None else each.gone
+            return Known(f"confirmed by experiment {each.id}", share, each.gone is not None)
+    if cause.status == LITTLE:
+        return Known("stated by a side, and of little weight by experiment", cause.effect)
+    if cause.status != "confirmed":
+        asked = (report.run.get("spec") or {}).get("explain")
+        open_still = "no experiment decided" if asked else "--explain confirms or rules it out"
+        return Known(f"suspected, {open_still}", cause.effect)
+    stated = cause.stated or cause.fact
+    how = "stated by a side and " * stated + "located in its module"
+    plain = "stated by a side" if stated else "decided by its pattern in the data"
+    return Known(how if cause.located else plain, cause.effect)
 
 
 def in_place_of(found: Sequence[Replaced]) -> str:

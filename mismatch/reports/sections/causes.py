@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mismatch.analysis.catalogue import catalogue, title_of
 from mismatch.analysis.cause_results import Cause, Causes, Evidence
@@ -14,8 +15,8 @@ from mismatch.reports.summary import what_to_do
 from mismatch.types import Report
 
 LEAD = (
-    "Suspected: its mark is in the data. Confirmed: the experiment that separates it was part of "
-    "the run."
+    "Suspected: its mark is in the data. Confirmed: an experiment or a fix took it out, a side "
+    "states it, or no other cause has its pattern; the sentence says which."
 )
 PAGE = "docs/reference/causes.md"
 SHOWN = 5  # rows of evidence beyond which they are folded
@@ -63,7 +64,7 @@ def section(result: Causes, report: Report) -> Section:
                 "causes-ranked",
                 f"{plural(len(result.ranked), 'cause')}, with shares",
                 LEAD,
-                tables=[Table.of(RANKED, several)],
+                tables=[Table.of(RANKED, [_as_known(report, each) for each in several])],
             ),
         ],
         folded=not result.ranked,
@@ -84,11 +85,11 @@ def sentences(result: Causes, report: Report) -> list[str]:
 
 def _paragraph(cause: Cause, rank: int, report: Report) -> str:
     entry = catalogue().get(cause.id)
-    share = "; its share was not measured"
-    if cause.effect is not None:
-        share = f", {percent(cause.effect.value)} of mean |delta|"
+    known, share = summary.known_by(report, cause), "; its share was not measured"
+    if known.share is not None:
+        share = f", {percent(known.share.value)} of mean |delta|"
     lead = f"{'Also' if rank else 'Leading cause'}: {line(title_of(cause.id))}"
-    parts = [f"{lead} ({cause.status}, {SIDES[cause.side]}){share}"]
+    parts = [f"{lead} ({known.how}, {SIDES[cause.side]}){share}"]
     for words, ids in (
         ("These data cannot separate it from", cause.alike[:4]),
         ("The same fault explains", cause.consequences),
@@ -102,6 +103,11 @@ def _paragraph(cause: Cause, rank: int, report: Report) -> str:
         parts += [f"To confirm: {entry.confirm}"] if open_still else []
         parts.append(f"Do: {what_to_do(report, cause)}")
     return ". ".join(part.rstrip(".") for part in parts) + "."
+
+
+def _as_known(report: Report, cause: Cause) -> Cause:
+    """Return the cause with the share that every sentence gives it."""
+    return replace(cause, effect=summary.known_by(report, cause).share)
 
 
 def _evidence(title: str, groups: Iterable[tuple[str, tuple[Evidence, ...]]]) -> Table:

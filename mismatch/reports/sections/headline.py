@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mismatch.analysis.catalogue import catalogue, title_of
-from mismatch.analysis.cause_results import DIFFER, LITTLE, MODULE, place_of
+from mismatch.analysis.cause_results import DIFFER, MODULE, place_of
 from mismatch.analysis.explained import explains, leads
 from mismatch.analysis.results import sentence, sides_at_fault
 from mismatch.analysis.validity import in_words, validity
@@ -178,17 +178,11 @@ def _cause(report: Report) -> str:
     if not causes or not causes.ranked:
         return ""
     cause = causes.ranked[0]
-    gone = "" if cause.effect is None else f"{percent(cause.effect.value)} of mean |delta|"
-    share = f"explains {gone}" if gone else "share not measured"
-    asked = (report.run.get("spec") or {}).get("explain")
-    how = "suspected, " + (
-        "no experiment decided" if asked else "--explain confirms or rules it out"
-    )
-    if cause.status == "confirmed":
-        how = "confirmed by experiment"
-        share = f"without it {gone} is gone" if gone else share
-    elif cause.status == LITTLE:
-        how = "stated by a side, and of little weight by experiment"
+    known = summary.known_by(report, cause)
+    how, share = known.how, "share not measured"
+    if known.share is not None:
+        part = f"{percent(known.share.value)} of mean |delta|"
+        share = f"without it {part} is gone" if known.gone else f"explains {part}"
     if made := summary.replaced(report, cause):
         how = f"suspected: {summary.in_place_of(made)} can make it, and the run's own setting was "
         how += "not measured here"
