@@ -185,8 +185,32 @@ def shared(square: Square, finding: Finding | Displaced) -> bool:
     return finding.side != "trainer" and finding.scoring in legs
 
 
+# Correlation of two sides' roundings on CPUs; clean runs: docs/evidence/calibration.md.
+ALIKE = 0.3
+
+
+def rounds_alike(square: Square) -> bool | None:
+    """Return whether both sides round alike.
+
+    None where that is not asked: of two functions or precisions, and on devices without
+    calibration. On GPUs kernels are independent by nature.
+    """
+    found = square.correlation
+    if square.unmeasured or any(each.standing != "within" for each in square.findings):
+        return None
+    plains = {leg.plain for leg in square.legs if leg.side in ("engine", "trainer")}
+    if found is None or found.high is None or not square.calibrated or len(plains) > 1:
+        return None
+    return found.high >= ALIKE
+
+
 def sides_at_fault(square: Square) -> list[Side]:
-    """Return the side of everything beyond its level; "either" where that cannot be told."""
+    """Return the side of everything beyond its level; "either" where that cannot be told.
+
+    Where the two do not round alike, both may be it.
+    """
+    if rounds_alike(square) is False:
+        return ["engine", "trainer"]
     findings: list[Finding | Displaced] = [*square.findings, *square.displaced]
     return [
         "either" if shared(square, finding) else finding.side

@@ -180,9 +180,9 @@ def _cause(report: Report) -> str:
     cause = causes.ranked[0]
     gone = "" if cause.effect is None else f"{percent(cause.effect.value)} of mean |delta|"
     share = f"explains {gone}" if gone else "share not measured"
-    asked = (report.run.get("spec") or {}).get("explain")
+    decided = report.result("explain") is not None
     how = "suspected, " + (
-        "no experiment decided" if asked else "--explain confirms or rules it out"
+        "no experiment decided" if decided else "--explain confirms or rules it out"
     )
     if cause.status == "confirmed":
         how = "confirmed by experiment"
