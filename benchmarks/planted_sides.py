@@ -309,6 +309,20 @@ ROUNDINGS: dict[str, Callable[[Any], None]] = {
     "rotary-rounds": short_rotary,
     "router-rounds": short_router,
 }
+
+
+def dropping(model: Any) -> None:
+    """Leave dropout on in attention, on one rank of the trainer."""
+
+    def after(_: Any, __: Any, out: Any) -> Any:
+        return (torch.nn.functional.dropout(out[0], 0.02), *out[1:])
+
+    for name, module in model.named_modules():
+        if os.environ.get("RANK") == "1" and name.endswith("self_attn"):
+            module.register_forward_hook(after)
+
+
+OF_A_RANK = {"dropout-on-rank-1": dropping}
 ENGINES_KERNEL = ("softmax-rounds",)  # inside one kernel of vLLM, out of reach
 # Fault -> modules of ``locate`` that it is in.
 ROUNDED = {
@@ -397,8 +411,8 @@ def in_engine(model: Any, name: str) -> None:
 
 def in_trainer(model: Any, name: str) -> None:
     """Plant a fault in transformers' model, which FSDP2 has sharded for one rank."""
-    if name in ROUNDINGS:
-        return ROUNDINGS[name](model)
+    if name in ROUNDINGS or name in OF_A_RANK:
+        return (ROUNDINGS | OF_A_RANK)[name](model)
     if name.startswith("half-"):
         return louder(model, name)
     fault, share = shared_out(name)

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.calibration import CASES, DONE  # noqa: E402
 from benchmarks.calibration_blocks import Recorded, blocks  # noqa: E402
+from benchmarks.family_models import FAMILIES as CONFIGS  # noqa: E402
 from benchmarks.family_models import trained  # noqa: E402
 from benchmarks.planted_sides import ENGINES_KERNEL, ROUNDED, ROUNDINGS  # noqa: E402
 from benchmarks.sides import CLEAN, anatomy, lacked, run  # noqa: E402
@@ -38,8 +39,10 @@ STATE = ROOT / "docs" / "evidence" / "precisions.json"
 PLACES = ("trainer", "engine")
 FAMILIES = ("qwen3", "olmoe")
 SIZE = 16  # prompts of a block
-SMALL = ("--num-prompts", "16", "--nproc-per-node", "1", "--exact-kl", "0", "--context-length", "0")
-SMALL += ("--no-explain",)
+SMALL = (
+    *("--num-prompts", "16", "--nproc-per-node", "1", "--exact-kl", "0", "--context-length", "0"),
+    "--no-explain",
+)
 MOVES = 1.1  # times the clean check's mean |delta|: the fault is seen in the numbers
 HEAD = """# Private precisions
 
@@ -168,11 +171,9 @@ def row(family: str, fault: str, place: str, home: Path, flags: tuple[str, ...])
 def page(cleans: list[Clean], rows: list[Row], made: str) -> str:
     """Write both tables."""
     lines = [HEAD.format(level=ALIKE, date=made, size=SIZE)]
-    for each in cleans:
-        spans = [f"{min(v):.2f} to {max(v):.2f}" for v in (each.correlations, each.shares)]
-        lines.append(
-            f"| {each.name} | {len(each.shares)} | {each.tokens:,} | {' | '.join(spans)} |"
-        )
+    for one in cleans:
+        spans = [f"{min(v):.2f} to {max(v):.2f}" for v in (one.correlations, one.shares)]
+        lines.append(f"| {one.name} | {len(one.shares)} | {one.tokens:,} | {' | '.join(spans)} |")
     moving = [each for each in rows if each.moves]
     numbers = {
         "all": len(rows),
@@ -205,17 +206,17 @@ def stored() -> tuple[dict[str, Clean], dict[tuple[str, str, str], Row]]:
 def write(new: list[Clean | Row]) -> list[Row]:
     """Put rows into precisions.json, write the page, and return all rows."""
     cleans, rows = stored()
-    cleans |= {each.name: each for each in new if isinstance(each, Clean)}
-    rows |= {(r.family, r.fault, r.place): r for r in new if isinstance(r, Row)}
+    for each in new:
+        if isinstance(each, Clean):
+            cleans[each.name] = each
+        else:
+            rows[each.family, each.fault, each.place] = each
     names, faults = [case.name.removeprefix("default-") for case in CASES], list(ROUNDINGS)
     ordered = sorted(rows.values(), key=lambda r: (r.family, faults.index(r.fault), r.place))
     order = sorted(cleans.values(), key=lambda each: (each.name not in names, each.name))
     made = date.today().isoformat()
-    state = {
-        "date": made,
-        "clean": [asdict(each) for each in order],
-        "rows": [asdict(each) for each in ordered],
-    }
+    kept = [asdict(one) for one in order], [asdict(one) for one in ordered]
+    state = {"date": made, "clean": kept[0], "rows": kept[1]}
     STATE.write_text(json.dumps(state, indent=1) + "\n")
     STATE.with_suffix(".md").write_text(page(order, ordered, made))
     return ordered
@@ -226,7 +227,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("home", type=Path)
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES))
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=CONFIGS)
     parser.add_argument("--faults", nargs="+", default=list(ROUNDINGS), choices=list(ROUNDINGS))
     parser.add_argument("--places", nargs="+", default=list(PLACES), choices=PLACES)
     parser.add_argument("--write", action="store_true", help="only read what is in DIR")

@@ -192,11 +192,16 @@ ALIKE = 0.3
 def rounds_alike(square: Square) -> bool | None:
     """Return whether both sides round alike.
 
-    None where that is not asked: of two functions or precisions, and on devices without
-    calibration. On GPUs kernels are independent by nature.
+    None where that is not asked: of two functions or precisions, of a side that rounds more than
+    it may, and on devices without calibration. On GPUs kernels are independent by nature.
     """
     found = square.correlation
-    if square.unmeasured or any(each.standing != "within" for each in square.findings):
+    off = [
+        each
+        for each in square.findings
+        if each.standing == "beyond" or (each.evidence == "gap" and each.standing != "within")
+    ]
+    if square.unmeasured or off:
         return None
     plains = {leg.plain for leg in square.legs if leg.side in ("engine", "trainer")}
     if found is None or found.high is None or not square.calibrated or len(plains) > 1:

@@ -71,7 +71,7 @@ def locate_in(
         gap: scorings in float32 that differ: both sides run as they did, and on the sequences that
             are worst by them; None: as the run's two sides.
         alike: modules that round otherwise than the plain forward's are sources, whatever their
-            size. An engine whose ranks add up rounded parts does so by nature and has no such source.
+            size. Ranks of an engine that add up rounded parts do so by nature: it is not asked.
 
     Raises:
         MismatchError: a trainer whose modules cannot be recorded, or the time was used up.
