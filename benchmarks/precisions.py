@@ -47,16 +47,17 @@ MOVES = 1.1  # times the clean check's mean |delta|: the fault is seen in the nu
 HEAD = """# Private precisions
 
 A side that rounds where the other does not is right in float32, and may round no more than a plain
-forward. The correlation of both roundings shows it: below {level:g} `locate` runs in the run's own
-precision and compares every module with that of the plain forward, on the same input. Made by
-`benchmarks/precisions.py`, {date}.
+forward. The correlation of both sides' roundings shows it, against that of the nearer side and the
+plain forward: differences grow through the layers, so that in deep models both are small. Below a
+ratio of {level:g} `locate` runs in the run's own precision and compares every module with that of
+the plain forward, on the same input. Made by `benchmarks/precisions.py`, {date}.
 
 ## Clean runs
 
 Blocks of {size} prompts. Share: mean \\|delta\\| over what the plain forward costs.
 
-| clean run | blocks | tokens of a block | correlation | share |
-| --- | ---: | ---: | --- | --- |"""
+| clean run | blocks | tokens of a block | correlation | ratio | share |
+| --- | ---: | ---: | --- | --- | --- |"""
 PLANTED = """
 ## Planted
 
@@ -76,11 +77,13 @@ follows from it, and `mismatch locate RUN --details` shows how unlike each modul
 
 @dataclass(frozen=True)
 class Clean:
-    """One clean run: of each block the correlation of the roundings, and mean |delta| over cost."""
+    """One clean run, by block: correlation of the roundings, its ratio to that of the nearer side
+    and the plain forward, and mean |delta| over cost."""
 
     name: str
     tokens: int
     correlations: tuple[float, ...]
+    ratios: tuple[float, ...]
     shares: tuple[float, ...]
 
 
@@ -119,7 +122,7 @@ class Row:
 
 def clean(place: Path) -> Clean:
     """Read a clean run of benchmarks/calibration.py."""
-    correlations, shares, tokens = [], [], 0
+    correlations, ratios, shares, tokens = [], [], [], 0
     for block in blocks(Recorded.load(place), SIZE):
         held = block.measured()
         square = measure(held, block.spec)
@@ -130,11 +133,13 @@ def clean(place: Path) -> Clean:
         )
         cost = abs(held.usable[trainer.plain].logprobs - held.usable["reference:fp32"].logprobs)
         delta = held.usable[trainer.scoring].logprobs - held.usable[engine.scoring].logprobs
+        assert square.nearest is not None
         correlations.append(round(square.correlation.value, 3))
+        ratios.append(round(square.correlation.value / square.nearest.value, 3))
         shares.append(round(float(abs(delta).mean() / cost.mean()), 3))
         tokens += len(delta)
     name = place.name.removeprefix("default-")
-    return Clean(name, tokens // len(shares), tuple(correlations), tuple(shares))
+    return Clean(name, tokens // len(shares), tuple(correlations), tuple(ratios), tuple(shares))
 
 
 def row(family: str, fault: str, place: str, home: Path, flags: tuple[str, ...]) -> Row:
@@ -172,7 +177,9 @@ def page(cleans: list[Clean], rows: list[Row], made: str) -> str:
     """Write both tables."""
     lines = [HEAD.format(level=ALIKE, date=made, size=SIZE)]
     for one in cleans:
-        spans = [f"{min(v):.2f} to {max(v):.2f}" for v in (one.correlations, one.shares)]
+        spans = [
+            f"{min(v):.2f} to {max(v):.2f}" for v in (one.correlations, one.ratios, one.shares)
+        ]
         lines.append(f"| {one.name} | {len(one.shares)} | {one.tokens:,} | {' | '.join(spans)} |")
     moving = [each for each in rows if each.moves]
     numbers = {

@@ -122,14 +122,13 @@ def square_checks(
 def _alike(square: Square, places: Mapping[str, str]) -> list[Check]:
     """Check that both sides round alike, as the excess says only how much each of them does.
 
-    Where they do not, the module that rounds otherwise decides: differences grow on their way
-    through the layers, so that a right model can be far down as well.
+    Where they do not, the module that rounds otherwise decides.
     """
-    alike = rounds_alike(square)
-    if alike is None or square.correlation is None:
+    alike, found = rounds_alike(square), square.correlation
+    if alike is None or found is None or square.nearest is None:
         return []
-    said = f"the roundings of both sides correlate by {square.correlation.value:.2g}"
-    detail = f"{said} (level {ALIKE:g})"
+    level = ALIKE * square.nearest.value
+    detail = f"the roundings of both sides correlate by {found.value:.2g} (level {level:.2g})"
     if alike:
         return [Check("rounding-alike", "passed", detail)]
     if places:
@@ -139,7 +138,8 @@ def _alike(square: Square, places: Mapping[str, str]) -> list[Check]:
         "look for what one side rounds and the other does not: norms, softmax, residuals, head; "
         "mismatch locate compares the modules"
     )
-    return [Check("rounding-alike", "inconclusive", detail, fix)]
+    sure = found.high is not None and found.high < level
+    return [Check("rounding-alike", "inconclusive" if sure else "warning", detail, fix)]
 
 
 def _fix(
