@@ -240,7 +240,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="only read what is in DIR")
     asked = parser.parse_args()
     runs = sorted(asked.home.glob(f"*/{DONE}"))
-    rows = write([clean(done.parent) for done in runs if "fault" not in done.parent.name])
+    rows = write([clean(done.parent) for done in runs if not done.parent.name.startswith("fault")])
     for place in asked.places:
         for family in asked.families:
             model = asked.home / "models" / f"trained-{family}"

@@ -333,7 +333,8 @@ class _Corners:
                     for left, right in ((leg.scoring, leg.exact), (leg.plain, REFERENCE))
                 )
                 terms = correlation_terms(own, plain)
-                found.append(self.estimator.one(CORRELATION, {"terms": terms}))
+                alike = self.estimator.one(CORRELATION, {"terms": terms})
+                found += [] if alike is None else [alike]
         # A side that computes as the plain forward does says nothing of how far correlations fall.
         apart = [each for each in found if each.value < ONE_CODE] or found
         return max(apart, key=lambda each: each.value) if len(found) == 2 else None
