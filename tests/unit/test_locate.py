@@ -131,6 +131,15 @@ def test_a_module_that_rounds_otherwise_is_a_source_whatever_its_size(
     assert error.role != "source"  # one sequence alone makes none
 
 
+@pytest.mark.parametrize("router", [False, True])
+def test_an_engines_kernel_of_experts_may_round_at_other_steps(router: bool) -> None:
+    same = torch.ones(8, 4)
+    far = Sums.of(same * (1 + 2**-7), same, same, plain=same * (1 - 2**-8))
+    side = {Site(0, "mlp"): [far] * 2} | ({Site(0, "router"): [Sums()] * 2} if router else {})
+    found = {e.site: e.role for e in site_errors(side, side, "bf16", "engine")}
+    assert (found["mlp"] == "source") is not router
+
+
 def test_one_sequence_alone_makes_no_source() -> None:
     side = chain({})
     side[Site(0, "mlp")][0] = chain({"0.mlp": 0.5})[Site(0, "mlp")][0]

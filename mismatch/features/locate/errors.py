@@ -21,14 +21,21 @@ BEYOND = 4.0
 # Times the rounding of the plain forward's module, that a side's output may be from it on the same
 # input. A matrix product or a sum rounds once, at its end: two right sides are equal but for rare
 # ties. Norms, rotations and attention are put together in several ways: in an engine, and attention
-# in a trainer too. Clean runs: docs/evidence/precisions.md.
+# in a trainer too. An engine's kernel of experts rounds at other steps: 2.6 in a clean olmoe, so
+# that its level is that of errors. Clean runs: docs/evidence/precisions.md.
 EQUAL, ALIKE = 0.5, 1.75
 KERNELS = ("attention", "mixer")
 WAYS = (*KERNELS, "rope_q", "rope_k", *(name for name in TITLES if name.endswith("_norm")))
 
 
-def unlike_level(site: str, role: str) -> float:
-    """Return how unlike the plain forward's a module of a side may be."""
+def unlike_level(site: str, role: str, experts: bool = False) -> float:
+    """Return how unlike the plain forward's a module of a side may be.
+
+    Args:
+        experts: the layer has a router.
+    """
+    if role == "engine" and site == "mlp" and experts:
+        return BEYOND
     return ALIKE if site in (KERNELS if role == "trainer" else WAYS) else EQUAL
 
 
@@ -117,7 +124,8 @@ def site_errors(side: BySite, plain: BySite | None, dtype: str, alike: str = "")
         cost = None if yardstick is None else _new(yardstick)
         lowest = _lowest_excess(side[site], yardstick, ROUNDING[dtype])
         new, unlike = ratio(sums.new, sums.same), _unlike(side[site], ROUNDING[dtype])
-        source = lowest > BEYOND or (alike and unlike > unlike_level(site.name, alike))
+        level = unlike_level(site.name, alike, Site(site.layer, "router") in side)
+        source = lowest > BEYOND or (alike and unlike > level)
         errors.append(
             SiteError(
                 layer=site.layer,

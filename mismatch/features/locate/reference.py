@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mismatch.features.locate.errors import BySite, Forms, Sums, form_of, site_errors
+from mismatch.features.locate.errors import BEYOND, BySite, Forms, Sums, form_of, site_errors
 from mismatch.features.locate.judge import explained, groups_of, moved, removed, with_first
 from mismatch.features.locate.plan import side_folder
 from mismatch.features.locate.results import (
@@ -193,7 +193,8 @@ class Reference:
         for group, places in groups_of(sites):
             keys = {site.key for site in places}
             sources |= keys
-            group = replace(group, form=form_of(places, self.forms, plain, dtype))
+            if group.excess > BEYOND:  # else the reference's own form fits as well
+                group = replace(group, form=form_of(places, self.forms, plain, dtype))
             if len(groups) < TESTED:
                 alone, without = self._with_new(name, keys), self._with_new(name, everything - keys)
                 effects = explained(end, alone), removed(end, without), moved(end, alone)
