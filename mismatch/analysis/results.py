@@ -187,8 +187,8 @@ def shared(square: Square, finding: Finding | Displaced) -> bool:
     return finding.side != "trainer" and finding.scoring in legs
 
 
-# Share of the correlation with a plain forward that the two sides' reaches: 38 clean blocks of five
-# models on a CPU 0.62 to 0.91, planted faults 0.15 to 0.54 (docs/evidence/precisions.md).
+# Share of the correlation with a plain forward that the two sides' reaches: 41 clean blocks of six
+# models on a CPU 0.62 to 0.96, planted faults 0.15 to 0.54 (docs/evidence/precisions.md).
 ALIKE = 0.55
 
 
