@@ -352,7 +352,7 @@ def whole_check(model: Callable[[], Path], out: Path, flags: tuple[str, ...]) ->
     if "--tensor-parallel-size" in flags and torch.cuda.device_count() == 1:
         raise NotHere("one GPU")
     command = [sys.executable, "-m", "mismatch", "check", "--model", str(directory)]
-    command += ["--out", str(out), "--no-locate", *SHORT, *flags]
+    command += ["--out", str(out), "--no-locate", "--no-explain", *SHORT, *flags]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     told = f"{done.stdout}\n{done.stderr if done.returncode else ''}".strip().splitlines()

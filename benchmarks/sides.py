@@ -41,6 +41,7 @@ from mismatch.run.directory import load_spec  # noqa: E402
 STATE = ROOT / "docs" / "evidence" / "sides.json"
 PLACES = ("engine", "trainer", "shared")
 CLEAN = "clean"
+ALONE = ("--no-locate", "--no-explain")
 EMBEDDED = "tiny-gpt-oss"
 FAMILIES = (EMBEDDED, "llama", "qwen3", "qwen3_moe", "gemma3_text", "mistral", "deepseek_v3")
 # Digests say which side holds other weights than the checkpoint. A function of the engine shows as
@@ -114,7 +115,7 @@ def prepared(family: str, home: Path, seconds: float) -> tuple[Path, tuple[str, 
         trained(family, model, seconds)
     (home / family).mkdir(parents=True, exist_ok=True)
     which = family if family == EMBEDDED else str(model)
-    flags = ("--model", which, "--nproc-per-node", "1", "--no-locate", *FLAGS.get(family, ()))
+    flags = ("--model", which, "--nproc-per-node", "1", *ALONE, *FLAGS.get(family, ()))
     return home / family, flags
 
 

@@ -67,6 +67,9 @@ class Analysis:
     causes: str = ""
     """``causes(result)``: what a result that ``from_run`` read found to be wrong by running parts
     of both sides; only digests and resolved settings come before it."""
+    excluded: str = ""
+    """``excluded(result)``: what running parts of both sides shows that a side's cause cannot be, a
+    :class:`mismatch.analysis.cause_results.Excluded` a side."""
     told: str = ""
     """``told(result)``: causes that a result that ``from_run`` read shows without running anything,
     from what no pair of scorings holds."""

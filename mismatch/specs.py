@@ -514,7 +514,8 @@ class CheckSpec:
             with those of the engine's checkpoint.
         fixes: what ``--fix`` asked for: ids, "a+b", "all" or a side, see experiments.fixes.
         verdict: which verdict the run ends with; "after-fixes": that of the best combination.
-        explain: tell the leading causes apart by experiment, see experiments.explanation.
+        explain: tell the leading causes apart by experiment, see experiments.explanation. None: if
+            the run is broken and no cause is confirmed.
         extras: flags of features that were set, by name; see mismatch/plugins.py.
     """
 
@@ -598,14 +599,13 @@ class CheckSpec:
         VerdictFrom, Flag(FIXES, "Take verdict and exit code as-is, or after the best fixes.")
     ] = "as-is"
     explain: Annotated[
-        bool,
+        bool | None,
         Flag(
             FIXES,
             "Run experiments that separate the leading causes; with --resume RUN for a finished "
-            "run.",
-            switch=True,
+            "run. Default: of a BROKEN run without a confirmed cause, for ten minutes at most.",
         ),
-    ] = False
+    ] = None
     overlap: Annotated[
         bool | None,
         Flag(TRAIN, "Score while the engine rescores; default: if they use different GPUs."),

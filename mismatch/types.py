@@ -29,6 +29,7 @@ from mismatch.facts import SideFacts as SideFacts
 from mismatch.keys import Key
 from mismatch.specs import Sampling as Sampling
 
+RANK = "rank"  # of the trainer, that scored a token
 CACHED = "cached_tokens"  # of the context of a token's turn, from the prefix cache; NaN: not said
 Status = Literal["healthy", "tolerable", "inconclusive", "unfit", "broken"]  # ever worse
 CheckStatus = Literal["passed", "warning", "inconclusive", "failed", "not_tested"]
@@ -249,8 +250,8 @@ class Scoring:
         entropy: [A] of the back-end's own distribution, nats, or None.
         top1: [A] id of the back-end's most likely token, or None.
         extra: named [A] float64 arrays: ``logprobs_untempered`` (at T = 1, where T ≠ 1),
-            ``kept_mass`` (probability that survives top-p/top-k, where they are on), and, of an
-            engine that sampled, ``CACHED``.
+            ``kept_mass`` (probability that survives top-p/top-k, where they are on), of a trainer
+            on several ranks ``RANK``, and, of an engine that sampled, ``CACHED``.
         distributions: of all that could have come at some positions, or None.
         likeliest: the most likely tokens at all positions, or None.
         keys: what its sparse attention selected, or None.

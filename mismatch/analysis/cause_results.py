@@ -85,6 +85,15 @@ class RuledOut:
 
 
 @dataclass(frozen=True, slots=True)
+class Excluded:
+    """What running the parts of one side showed that it cannot be."""
+
+    side: Literal["engine", "trainer"]
+    causes: tuple[str, ...]
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """A detector that raised: its causes were not looked for."""
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mismatch.analysis.cause_results import KINDS, LITTLE, Cause, Causes, Evidence, Side
+from mismatch.analysis.cause_results import (
+    KINDS,
+    LITTLE,
+    Cause,
+    Causes,
+    Evidence,
+    Excluded,
+    RuledOut,
+    Side,
+)
 from mismatch.analysis.diagnosis.case import Case
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import diagnose, in_order
@@ -87,6 +96,37 @@ def led_by(causes: Causes, found: Sequence[Cause]) -> Causes:
         before, own = measured[len(facts) + place - 1], measured[len(facts) + place]
         measured[len(facts) + place] = before if own is None else own
     return replace(causes, ranked=tuple(in_order(ranked, measured)))
+
+
+def without(causes: Causes, detector: str, excluded: Sequence[Excluded]) -> Causes:
+    """Return the causes less what running the parts of their side excludes.
+
+    What only says that a side is off loses names, and keeps the evidence. Of what is excluded on
+    both sides, what no cause is called is ruled out.
+    """
+    ranked = []
+    for cause in causes.ranked:
+        sides = {"engine", "trainer"} if cause.side == "either" else {cause.side}
+        against = [each for each in excluded if each.side in sides]
+        vague = cause.id in KINDS and not (cause.fact or cause.stated)
+        if vague and cause.status != "confirmed" and len(against) == len(sides):
+            cannot = _common(against)
+            cause = replace(
+                cause,
+                id="side-off" if cause.id in cannot else cause.id,
+                alike=tuple(name for name in cause.alike if name not in cannot),
+                evidence=(*cause.evidence, *(each.evidence for each in against)),
+            )
+        ranked.append(cause)
+    named = {name for cause in ranked for name in (cause.id, *cause.alike)}
+    out = tuple(sorted(_common(excluded) - named)) if len(excluded) == 2 else ()
+    looked = RuledOut(detector, out, tuple(each.evidence for each in excluded))
+    ruled_out = (*causes.ruled_out, looked) if out else causes.ruled_out
+    return replace(causes, ranked=tuple(ranked), ruled_out=ruled_out)
+
+
+def _common(excluded: Sequence[Excluded]) -> set[str]:
+    return set[str].intersection(*(set(each.causes) for each in excluded))
 
 
 def _share(cause: Cause) -> float | None:

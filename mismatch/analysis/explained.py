@@ -33,6 +33,7 @@ KINDS = {
     "zero-logprobs": ("appended-eos", "action-mask", "first-token"),
     "positive-logprobs": ("unnormalised-law", "bf16-lm-head"),
     "attention-softcap": ("logit-softcap",),
+    "rounding-alike": ("rounding-differs", "bf16-lm-head", "router-precision"),
     "weights-as-loaded": (
         *("weights-differ", "stale-weights", "tied-head-stale", "experts-differ", "double-load"),
         *("sleep-level-2", "lora-scale", "quantised-rollout", "quantised-module-list"),

@@ -79,6 +79,7 @@ FP8_KV = "-fp8kv"
 NARROW = ("MXFP8", "MXFP4_FP8", "MXFP4_MXFP4", "DEEPGEMM", "DEEP_GEMM")
 FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn", "e4m3")
 LATER_LAYERS = "implementation gap of the engine in later layers"  # what is not tested of it
+ONE_CODE = 0.9  # correlation of roundings of one arithmetic; other kernels on CPUs: 0.3 to 0.65
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of a significand
 # Nats that one token of two implementations in float32 may always differ by. Clean runs of dense
 # models on CPUs reach 1.5e-5 (qwen3, phi); larger models may have 50 times the rounding of float32.
@@ -209,6 +210,7 @@ class _Corners:
             legs=legs,
             gaps=gaps,
             correlation=self.correlation(legs),
+            nearest=self.nearest(legs),
             findings=tuple(findings),
             displaced=tuple(displaced for leg in legs for displaced in self.displaced(leg)),
             declared=self.declared(),
@@ -320,6 +322,22 @@ class _Corners:
             if leg is not None
         )
         return self.estimator.one(CORRELATION, {"terms": correlation_terms(left, right)})
+
+    def nearest(self, legs: tuple[Leg, ...]) -> Estimate | None:
+        """Of a side's roundings with the plain forward's, the larger; None without both sides."""
+        found = []
+        for side in SIDES:
+            for leg in [leg for leg in legs if leg.side == side][:1]:
+                own, plain = (
+                    self.usable[left].logprobs - self.usable[right].logprobs
+                    for left, right in ((leg.scoring, leg.exact), (leg.plain, REFERENCE))
+                )
+                terms = correlation_terms(own, plain)
+                alike = self.estimator.one(CORRELATION, {"terms": terms})
+                found += [] if alike is None else [alike]
+        # A side that computes as the plain forward does says nothing of how far correlations fall.
+        apart = [each for each in found if each.value < ONE_CODE] or found
+        return max(apart, key=lambda each: each.value) if len(found) == 2 else None
 
     # ------------------------------------------------------------ implementation gap
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from mismatch.analysis.levels import MORE_PROMPTS
 from mismatch.analysis.results import (
+    ALIKE,
     Displaced,
     Finding,
     Side,
@@ -14,6 +15,7 @@ from mismatch.analysis.results import (
     Standing,
     check_id,
     displacement,
+    rounds_alike,
     shared,
 )
 from mismatch.analysis.square import LATER_LAYERS
@@ -31,9 +33,6 @@ UNSEEN = (
     "mismatch check --dry-run says what this machine's memory allows, and by which settings; "
     "--fail-on unfit where what was measured is enough"
 )
-# Clean runs on CPUs: 0.50 to 0.86 (gpt-oss, qwen3, qwen3_moe, phi3, gemma2; vLLM and transformers);
-# norms of one side without their upcast: 0.09 to 0.16.
-ALIKE = 0.3
 ORDER: tuple[Standing, ...] = ("within", "wide", "undecided", "beyond")
 # By evidence: float32 excludes what only a lower precision does (a cache, quantisation).
 FIXES: dict[tuple[str, Side], str] = {
@@ -117,26 +116,30 @@ def square_checks(
         )
         for id, worse in farthest.items()
     ]
-    return unseen + checks + moved + _alike(square)
+    return unseen + checks + moved + _alike(square, places)
 
 
-def _alike(square: Square) -> list[Check]:
+def _alike(square: Square, places: Mapping[str, str]) -> list[Check]:
     """Check that both sides round alike, as the excess says only how much each of them does.
 
-    It is asked of one function and one precision. On GPUs kernels are independent by nature, so
-    there it is a number without a level.
+    Where they do not, the module that rounds otherwise decides.
     """
-    found = square.correlation
-    if square.unmeasured or any(each.standing != "within" for each in square.findings):
+    alike, found = rounds_alike(square), square.correlation
+    if alike is None or found is None or square.nearest is None:
         return []
-    plains = {leg.plain for leg in square.legs if leg.side in ("engine", "trainer")}
-    if found is None or found.high is None or not square.calibrated or len(plains) > 1:
-        return []
-    detail = f"the roundings of both sides correlate by {found.value:.2g} (level {ALIKE:g})"
-    if found.high >= ALIKE:
+    level = ALIKE * square.nearest.value
+    detail = f"the roundings of both sides correlate by {found.value:.2g} (level {level:.2g})"
+    if alike:
         return [Check("rounding-alike", "passed", detail)]
-    fix = "look for what one side rounds and the other does not: norms, softmax, residuals, head"
-    return [Check("rounding-alike", "warning", detail, fix)]
+    if places:
+        named = " and ".join(f"the {side}'s {place}" for side, place in sorted(places.items()))
+        return [Check("rounding-alike", "failed", f"{detail}: {named}", "see Causes")]
+    fix = (
+        "look for what one side rounds and the other does not: norms, softmax, residuals, head; "
+        "mismatch locate compares the modules"
+    )
+    sure = found.high is not None and found.high < level
+    return [Check("rounding-alike", "inconclusive" if sure else "warning", detail, fix)]
 
 
 def _fix(

@@ -15,7 +15,7 @@ from mismatch.analysis.diagnosis.case import Case
 from mismatch.experiments.fixes.catalogue import chosen_of
 from mismatch.experiments.fixes.context import Context
 from mismatch.experiments.fixes.planning import Builder, Variant
-from mismatch.experiments.probes import CACHE, DECODE, PROBES, RESCORING
+from mismatch.experiments.probes import CACHE, DECODE, PROBES, RESCORING, STALE
 from mismatch.experiments.results import KERNEL, TESTS, Experiment, Taken
 from mismatch.specs import CheckSpec
 
@@ -76,20 +76,27 @@ def asked(id: str, spec: CheckSpec, names: Names) -> Experiment | None:
 
 
 def plan(
-    spec: CheckSpec, context: Context, case: Case, causes: Causes, done: Sequence[str] = ()
+    spec: CheckSpec,
+    context: Context,
+    case: Case,
+    causes: Causes,
+    done: Sequence[str] = (),
+    broken: bool = False,
 ) -> list[tuple[Experiment, Variant | None]]:
     """Return the experiments of the leading cause: those of a fresh engine, which need no variant,
     then fixes on the run's own tokens, of these the likelier name first, and of one name the
     narrowest first, then fixes that sample again.
 
     Where the run holds no rescoring by its engine, a decode path at fault is part of what no
-    detector could see.
+    detector could see. Where none saw anything in a broken run, a fresh engine is asked.
 
     Args:
         done: ids of those that are made already.
+        broken: a check failed.
     """
     names, builder = leading_names(causes), Builder(spec, context)
     seen = [*names, DECODE] if names and case.prefill is None else names
+    seen = seen or ([DECODE, STALE] if broken and not causes.ranked else [])
     possible = {RESCORING: True, CACHE: case.engine.fingerprint.get("prefix_caching") is True}
     planned: list[tuple[Experiment, Variant | None]] = [
         (Experiment(id, "engine", tests, names=tests[0], wide=tests[1:]), None)

@@ -26,6 +26,7 @@ RESCORING, CACHE = "engine-rescoring", "prefix-cache"
 FRESH = Key.of(FIX, RESCORING)  # scoring of the fresh engine
 CACHE_FILE = "fixes/prefix-cache.json"
 DECODE: tuple[str, Side] = ("decode-vs-prefill", "engine")
+STALE: tuple[str, Side] = ("prefix-cache-stale", "engine")
 OWN_ROUNDING = 1.6  # times the engine's own rounding; two roundings of one size differ by 1.4
 PROBES: dict[str, tuple[str, ...]] = {
     RESCORING: (

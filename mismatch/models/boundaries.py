@@ -44,8 +44,9 @@ class Recorder:
     def __init__(self) -> None:
         self.values: dict[str, torch.Tensor] = {}
 
-    def __call__(self, key: str, value: torch.Tensor) -> None:
+    def __call__(self, key: str, value: torch.Tensor) -> torch.Tensor | None:
         self.values[key] = value.detach().to("cpu", copy=True).contiguous()
+        return None
 
 
 @dataclass

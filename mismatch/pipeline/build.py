@@ -16,6 +16,7 @@ from mismatch.analysis.causes import (
     of_sides_at_fault,
     of_this_machine,
     others_of,
+    without,
 )
 from mismatch.analysis.comparison import compare, is_sampling_law
 from mismatch.analysis.diagnosis.declared import (
@@ -212,12 +213,17 @@ def build_report(
         shown = {cause.id for cause in told}  # by a dump itself
         ranked = sorted(made.ranked, key=lambda cause: cause.id not in shown)
         results["causes"] = replace(made, ranked=tuple(ranked))
+    for analysis, result in left:
+        cannot = attempts.make(analysis.id, analysis.call, "excluded", result, otherwise=()) or ()
+        if cannot and "causes" in results:
+            given = results["causes"], analysis.id, cannot
+            results["causes"] = attempts.make("causes", without, *given, otherwise=given[0])
     if "causes" in results:
         before, trainer = results["causes"], artefacts.train.fingerprint
         made = attempts.make("causes", of_this_machine, before, trainer, otherwise=before)
         results["causes"] = made
     places = places_of(found)
-    named_causes = results.get("causes"), spec.explain
+    named_causes = results.get("causes"), bool(spec.explain)
     own_trainer = spec.train.scorer == OWN_SCORER
     checks += attempts.make("square", square_checks, square, places, own_trainer, otherwise=[])
     checks += attempts.make("causes", cause_checks, *named_causes, otherwise=[])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mismatch.analysis.explained import lead_of
 from mismatch.analysis.levels import incomplete
 from mismatch.analysis.thresholds import Thresholds
 from mismatch.attempts import Attempts
@@ -64,7 +65,7 @@ def run_check(
     attempts = Attempts()
     with at_work(run_dir, "check", spec, command) as journal:
         stages = Stages(spec, run_dir, narrator, journal, wants_square(spec), room)
-        stages.count.total = 1 + spec.explain  # comparisons
+        stages.count.total = 1 + bool(spec.explain)  # comparisons
         passes = [pass_ for pass_ in training_passes(spec) if pass_.name not in room.left_out]
         passes += first_passes(spec, room.float32_layers)
         if spec.fixes:
@@ -82,12 +83,22 @@ def run_check(
             write_error(run_dir, pass_label(name), MismatchError(reason))
         attempts.make("weights on disk", compare_with_disk, stages, otherwise=None)
         run_steps(stages, attempts)
-        if spec.explain:
-            from mismatch.pipeline.explain import explain
+        report = conclude(stages, thresholds, write, attempts)
+        if not wants_experiments(spec, report):
+            return report
+        from mismatch.pipeline.explain import explain
 
-            conclude(stages, thresholds, write, attempts)  # experiments take minutes
-            attempts.make("explain", explain, stages, otherwise=None)
+        stages.count.total += not spec.explain
+        broken = report.verdict.status == "broken"
+        attempts.make("explain", explain, stages, broken, otherwise=None)
         return conclude(stages, thresholds, write, attempts)
+
+
+def wants_experiments(spec: CheckSpec, report: Report) -> bool:
+    """Return whether experiments follow: asked for, or a broken run has no confirmed cause."""
+    if spec.explain is not None or spec.quick or report.verdict.status != "broken":
+        return bool(spec.explain)
+    return lead_of(report.result("causes"), report.checks) is None
 
 
 def run_steps(stages: Stages, attempts: Attempts) -> None:

@@ -1,4 +1,6 @@
-"""``--explain``: make the experiments of the leading cause and report what they say.
+"""Make the experiments of the leading cause and report what they say.
+
+``--explain`` asks for them; they also follow where a run is broken and no cause is confirmed.
 
 They are variants of ``--fix`` and run as those do: passes of the trainer in one world first, then,
 while the cause is open, one engine that samples again after another. What they leave is shared with
@@ -46,16 +48,22 @@ LOG = "logs/explain.log"  # of errors that are no MismatchError
 FRESH_ENGINE = "fresh-engine"  # label of its session
 ENGINES = 4  # engines that are started for it, at most
 ENGINE_S = 60.0  # of an engine's start, where the run does not say what the run's engine took
+UNASKED_S = 600.0  # that experiments may take which nobody asked for
 
 
-def explain(stages: Stages) -> None:
+def explain(stages: Stages, broken: bool) -> None:
     """Make the experiments for what the run's own passes suspect; leave ``fixes/explain.json``.
+
+    Args:
+        broken: the verdict so far.
 
     Raises:
         MismatchError: the run's own artefacts cannot be read.
     """
     start, run_dir, spec = time.monotonic(), stages.run_dir, stages.spec
     context, run = context_of(spec), FixRun(stages, FixPlan())
+    if not spec.explain:
+        run.allowed_s = min(run.allowed_s, UNASKED_S)
     if not wants_square(spec):
         stages.narrator.note("explain: the passes that tell a fault from rounding, left out so far")
         whole = replace(spec, noise_floor=True, quick=False, context_length=0)
@@ -70,7 +78,7 @@ def explain(stages: Stages) -> None:
         causes = diagnose(case, detectors())
         causes = applied(causes, settled(causes, experiments))[0]
         done = [experiment.id for experiment in experiments]
-        planned = plan(spec, context, case, causes, done)
+        planned = plan(spec, context, case, causes, done, broken)
         probes = [experiment for experiment, variant in planned if variant is None]
         chosen = [(experiment, variant) for experiment, variant in planned if variant is not None]
         if not engines:
@@ -225,7 +233,7 @@ def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
     if causes is None:
         return report
     fixed, own, spent = _of_fixes(run_dir, spec, causes), [], 0.0
-    if spec.explain and (run_dir / STATE).exists():
+    if made := spec.explain is not False and (run_dir / STATE).exists():
         state = state_of(run_dir, STATE, STATE_SCHEMA)
         own, spent = from_json(list[Experiment], state["experiments"]), state["seconds"]
     elif not fixed:
@@ -239,5 +247,5 @@ def with_explanation(report: Report, run_dir: Path, spec: CheckSpec) -> Report:
     spent += sum(experiment.seconds or 0.0 for experiment in fixed)
     shown = tuple(weighed(after, experiments))
     explanation = Explanation(shown, confirmed, ruled_out, round(spent, 2))
-    report = with_causes(report, after, spec.explain)
+    report = with_causes(report, after, made)
     return report.with_analyses(explain=explanation)

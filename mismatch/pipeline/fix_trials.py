@@ -6,6 +6,7 @@ training world scores everything. A fix that fails is a row with its reason; the
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -167,7 +168,7 @@ class FixRun:
                 continue
             self.sample(sharing, world)
             longest = max(longest, time.monotonic() - began)
-        if self.stages.spec.budget_minutes is None:
+        if math.isinf(self.allowed_s):
             return None
         return max(0.0, self.allowed_s - self.spent_s - time.monotonic() + start)
 

@@ -221,8 +221,7 @@ def known_by(report: Report, cause: Cause) -> Known:
     if cause.status == LITTLE:
         return Known("stated by a side, and of little weight by experiment", cause.effect)
     if cause.status != "confirmed":
-        asked = (report.run.get("spec") or {}).get("explain")
-        open_still = "no experiment decided" if asked else "--explain confirms or rules it out"
+        open_still = "no experiment decided" if told is not None else "--explain confirms or rules it out"
         return Known(f"suspected, {open_still}", cause.effect)
     stated = cause.stated or cause.fact
     how = "stated by a side and " * stated + "located in its module"
@@ -490,7 +489,7 @@ def next_steps(report: Report) -> list[str]:
         wrong = [check for check in wrong if not _wants_more(check)]
     steps += [f"Fix {line(check.id)}: {line(check.fix or check.detail)}" for check in wrong]
     if report.verdict.status == "broken" and not (causes and causes.ranked):
-        steps += _experiment(wrong)
+        steps += [] if report.result("explain") else _experiment(wrong)
     if report.verdict.status == "tolerable":
         steps += [_measure(report)] if more else _more_prompts(report)
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.

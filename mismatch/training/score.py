@@ -35,6 +35,7 @@ from mismatch.training.sequence_parallel import SequenceParallel
 from mismatch.training.source import model_directory
 from mismatch.training.validate import DeviceBatch, prepare_pass, to_device
 from mismatch.types import (
+    RANK,
     Bools,
     Ints,
     NotTested,
@@ -145,6 +146,8 @@ def run_batches(
             group = batches[0 if idle else own]
             inputs = to_device(rollout, group, job.spec, options, world.device, source, parallel)
             part = _forward(loaded, inputs, selecting, source)
+            if job.name == TRAIN and parallel.count > 1:
+                part.stats[RANK] = np.full(len(part.targets), parallel.index)
             if not idle:
                 parts.append(part)
             done += sum(batch.tokens for batch in batches[first : first + parallel.count])
@@ -228,6 +231,7 @@ def _assemble(
         joined = {key: np.concatenate([each[key] for each in recorded]) for key in recorded[0]}
         keys = SparseKeys.of(rollout, [layer.index for layer in loaded.scorer.sparse], joined)
     extra = {"untempered": "logprobs_untempered", "kept_mass": "kept_mass", "end_mass": "end_mass"}
+    extra[RANK] = RANK
     kept = "likeliest" in stats
     return Scoring(
         name=name,

@@ -56,7 +56,7 @@ def check_command(directory: Path, *flags: str, locate: bool = False) -> list[st
     """Return the command of a check, which does not run locate by itself unless asked: it costs."""
     command = [sys.executable, "-m", "mismatch", "check", "--out", str(directory)]
     if not locate:
-        command += ["--no-locate"]
+        command += ["--no-locate", "--no-explain"]
     if "--model" not in flags:
         command += ["--model", "tiny-gpt-oss"]
     return [*command, *flags]

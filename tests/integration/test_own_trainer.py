@@ -51,7 +51,14 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
         code = "\n\n".join(blocks).replace('"MODEL"', repr(str(resolve_model("tiny-gpt-oss"))))
         (folder / "my_trainer.py").write_text(code)
-        flags = ("--scorer", "my_trainer:score", "--nproc-per-node", "2", "--no-locate")
+        flags = (
+            "--scorer",
+            "my_trainer:score",
+            "--nproc-per-node",
+            "2",
+            "--no-locate",
+            "--no-explain",
+        )
         run(folder, "check", *TINY_SAMPLING, *flags, "--out", "run")
 
     return once(tmp_path_factory, "own-trainer", make)

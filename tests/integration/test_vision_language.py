@@ -71,7 +71,7 @@ def test_the_language_model_of_one_that_reads_images_is_checked(make: Any, tmp_p
     model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     few = ("--num-prompts", "8", "--samples-per-prompt", "2", "--max-tokens", "24")
-    one = ("--engine", "transformers", "--nproc-per-node", "1", "--no-locate")
+    one = ("--engine", "transformers", "--nproc-per-node", "1", "--no-locate", "--no-explain")
     run = run_check(tmp_path / "run", "--model", str(tmp_path / "model"), *few, *one)
     run.require_judged()
     assert run.report["verdict"]["status"] != "broken", run.report["verdict"]["reason"]

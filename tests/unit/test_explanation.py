@@ -29,10 +29,11 @@ from mismatch.experiments.probes import (
     own_rounding,
 )
 from mismatch.experiments.results import TESTS, Experiment, Explanation
+from mismatch.pipeline.commands import wants_experiments
 from mismatch.reports.sections.explain import section
 from mismatch.run.directory import load_spec, require_same_spec
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
-from mismatch.types import Estimate
+from mismatch.types import Check, Estimate, Verdict
 from tests import drawn_pair as drawn
 from tests.made_run import make_run
 from tests.reports_fixture import make_report
@@ -61,9 +62,35 @@ def planned(causes: Causes, spec: CheckSpec = SPEC) -> list[str]:
     return [experiment.id for experiment, variant in rows if variant is not None]
 
 
-def probes(case: Case, causes: Causes) -> list[Experiment]:
-    rows = plan(SPEC, Context(SPEC, FACTS), case, causes)
+def probes(case: Case, causes: Causes, broken: bool = False) -> list[Experiment]:
+    rows = plan(SPEC, Context(SPEC, FACTS), case, causes, broken=broken)
     return [experiment for experiment, variant in rows if variant is None]
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "cause", "quick", "wanted"),
+    [
+        (None, "broken", None, False, True),
+        (None, "broken", "suspected", False, True),
+        (None, "broken", "confirmed", False, False),
+        (None, "broken", None, True, False),
+        (None, "inconclusive", None, False, False),
+        (False, "broken", None, False, False),
+        (True, "healthy", None, False, True),
+    ],
+)
+def test_experiments_follow_where_a_broken_run_has_no_confirmed_cause(
+    asked: bool | None, status: str, cause: str | None, quick: bool, wanted: bool
+) -> None:
+    found = () if cause is None else (Cause("side-off", cause, "engine", None, ()),)  # type: ignore[arg-type]
+    failed = Check("excess-engine", "failed", "1.5 times")
+    report = replace(
+        make_report(),
+        verdict=Verdict(status, "", "", ()),  # type: ignore[arg-type]
+        checks=(failed,),
+    ).with_analyses(causes=Causes(found, (), (), (), 0.01, 1.0))
+    spec = replace(CheckSpec(), explain=asked, quick=quick)
+    assert wants_experiments(spec, report) is wanted
 
 
 def experiment_of(
@@ -298,13 +325,14 @@ def test_a_fresh_engine_is_asked_where_decoding_or_its_state_is_in_question() ->
     decode = suspected("decode-vs-prefill", "engine", "spec-decode", "prefix-cache-stale")
     decode = replace(decode, ranked=(replace(decode.ranked[0], status="confirmed"),))
 
-    def asked(case: Case, causes: Causes) -> list[str]:
-        return [probe.id for probe in probes(case, causes)]
+    def asked(case: Case, causes: Causes, broken: bool = False) -> list[str]:
+        return [probe.id for probe in probes(case, causes, broken)]
 
     assert set(asked(with_cache, decode)) == {CACHE, RESCORING}
     assert asked(case, decode) == [RESCORING]  # the run had no prefix cache
     nothing = replace(decode, ranked=())
     assert asked(with_cache, nothing) == []
+    assert set(asked(with_cache, nothing, broken=True)) == {CACHE, RESCORING}
     sinks = suspected("attention-sinks", "trainer")
     assert asked(case, sinks) == [RESCORING]  # the run holds no rescoring
     own = {"vllm:prefill": replace(case.engine, name="vllm:prefill")}

@@ -14,7 +14,7 @@ import torch
 
 from mismatch.analysis.catalogue import catalogue
 from mismatch.analysis.cause_results import Cause, Causes, Evidence
-from mismatch.analysis.causes import led_by, of_sides_at_fault
+from mismatch.analysis.causes import led_by, of_sides_at_fault, without
 from mismatch.analysis.diagnosis.loaded_weights import NOT_OF_CHECKPOINT
 from mismatch.analysis.results import Finding, Square, Standing
 from mismatch.errors import MismatchError
@@ -29,7 +29,7 @@ from mismatch.features.locate.judge import (
     to_document,
     with_first,
 )
-from mismatch.features.locate.kinds import READS, causes_of, fault_of, kind_of
+from mismatch.features.locate.kinds import READS, causes_of, excluded_by, fault_of, kind_of
 from mismatch.features.locate.plan import actions_of, part_of, select
 from mismatch.features.locate.results import (
     LAYER_SITES,
@@ -94,6 +94,50 @@ def test_what_the_precision_costs_there_is_no_source() -> None:
     sites = errors(chain(rough), chain(rough, seed=3))
     assert sites["0.attention"].role != "source"
     assert sites["0.attention"].excess == pytest.approx(1.0, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("site", "role", "apart", "source"),
+    [
+        ("q", "trainer", 0.0, False),
+        ("q", "engine", 1.4, True),  # rounds as much, in other places: no product does
+        ("input_norm", "trainer", 1.4, True),
+        ("input_norm", "engine", 1.4, False),  # norms are put together in several ways
+        ("input_norm", "engine", 2.0, True),
+        ("attention", "trainer", 1.4, False),  # its kernel is not the plain forward's
+        ("attention", "trainer", 2.0, True),
+        ("q", "", 2.0, False),  # nobody asked
+    ],
+)
+def test_a_module_that_rounds_otherwise_is_a_source_whatever_its_size(
+    site: str, role: str, apart: float, source: bool
+) -> None:
+    """On the same input; the plain forward's module rounds by 2^-8 there."""
+    draw, parts, size = np.random.default_rng(1), list[Sums](), 2.0**-8
+    for _ in range(4):
+        same = torch.from_numpy(draw.standard_normal((40, 16)))
+        plain = same * (1 + size * torch.from_numpy(draw.standard_normal(same.shape)))
+        own = plain + apart * size * same * torch.from_numpy(draw.standard_normal(same.shape))
+        parts.append(Sums.of(own, same, same, plain=plain))
+    (error,) = site_errors({Site(0, site): parts}, {Site(0, site): parts}, "bf16", role)
+    assert error.unlike == pytest.approx(apart, rel=0.1)
+    assert error.lowest_excess < BEYOND
+    assert (error.role == "source") is source
+    few = [
+        parts[0],
+        *(Sums.of(torch.ones(3), torch.ones(3), torch.ones(3), None, torch.ones(3)),) * 3,
+    ]
+    (error,) = site_errors({Site(0, site): few}, None, "bf16", role)
+    assert error.role != "source"  # one sequence alone makes none
+
+
+@pytest.mark.parametrize("router", [False, True])
+def test_an_engines_kernel_of_experts_may_round_at_other_steps(router: bool) -> None:
+    same = torch.ones(8, 4)
+    far = Sums.of(same * (1 + 2**-7), same, same, plain=same * (1 - 2**-8))
+    side = {Site(0, "mlp"): [far] * 2} | ({Site(0, "router"): [Sums()] * 2} if router else {})
+    found = {e.site: e.role for e in site_errors(side, side, "bf16", "engine")}
+    assert (found["mlp"] == "source") is not router
 
 
 def test_one_sequence_alone_makes_no_source() -> None:
@@ -367,6 +411,54 @@ def test_a_module_that_was_found_leads_and_what_only_guessed_goes() -> None:
     )  # fmt: skip
     assert numbers(str(first.evidence[0].value)) == [1]
     assert second == other
+
+
+def right(role: Literal["engine", "trainer"], dtype: str, excess: float = 1.3) -> SideLocation:
+    """A side none of whose modules differs."""
+    site = SiteError(0, "mlp", 0.01, 0.01, 0.01, excess, excess, "passed on")
+    name = "fsdp" if role == "trainer" else "vllm:prefill"
+    return SideLocation(name, role, dtype, 0.01, None, 0.0, (site,))
+
+
+def test_a_side_whose_modules_are_right_alone_has_no_other_function_or_weights() -> None:
+    """What only a batch, a cache or its start can do is left; of the engine alone nothing goes."""
+    both = replace(location(), sides=(right("engine", "fp32"), right("trainer", "fp32")))
+    names = ("norm-eps", "packing-leak")
+    vague = Cause("function-differs", "suspected", "trainer", SHARE, (), names)
+    stated = Cause("rope-config", "confirmed", "engine", SHARE, (), fact=True)
+    after = without(ranked(vague, stated), "locate", excluded_by(both))
+    first, second = after.ranked
+    assert (first.id, first.alike) == ("side-off", ("packing-leak",))
+    assert first.evidence[-1].value == pytest.approx(1.3)
+    assert second == stated
+    (looked,) = after.ruled_out
+    assert looked.detector == "locate"
+    assert {"weights-differ", "norm-eps", "attention-sinks"} <= set(looked.causes)
+    assert not {"rope-config", "packing-leak", "decode-vs-prefill"} & set(looked.causes)
+    alone = excluded_by(replace(both, sides=both.sides[:1]))
+    assert without(ranked(vague), "locate", alone) == ranked(vague)
+    either = replace(vague, side="either")
+    assert without(ranked(either), "locate", alone).ranked == (either,)  # the trainer may be it
+    assert without(ranked(either), "locate", excluded_by(both)).ranked[0].id == "side-off"
+
+
+def test_what_has_a_source_or_was_not_run_in_float32_excludes_no_function() -> None:
+    with_source = side(Group("mlp", (1,), 90.0, 0.9, 0.9), "engine", "fp32")
+    assert excluded_by(replace(location(), sides=(with_source,))) == ()
+    rough = replace(location(), sides=(right("engine", "bf16"),))
+    assert excluded_by(rough) == ()
+    (other,) = excluded_by(replace(rough, alike=True))
+    assert "rounding-differs" in other.causes
+    assert "function-differs" not in other.causes
+
+
+def test_a_module_that_rounds_otherwise_is_confirmed_with_its_distance() -> None:
+    group = Group("q", (0, 1), 1.2, 0.01, 0.02, 0.2, unlike=1.1)
+    found = replace(side(group, "trainer", "bf16"), kind="rounding")
+    (cause,) = causes_of(replace(location(), sides=(found,)))
+    assert (cause.id, cause.side, cause.status) == ("rounding-differs", "trainer", "confirmed")
+    assert cause.evidence[1].value == pytest.approx(1.1)
+    assert numbers(judge(replace(location(), sides=(found,))).reason) == [0, 1, 1.1]
 
 
 def test_the_other_sides_finding_stays() -> None:

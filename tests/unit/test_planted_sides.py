@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from benchmarks.planted_sides import (
     FUNCTIONS,
     NEEDS,
     PARTS,
+    ROUNDINGS,
     WEIGHTS,
     change,
     in_trainer,
 )
 from benchmarks.sides import CLEAN, EMBEDDED, FAMILIES, SAID, Row, anatomy, lacked, page
 from mismatch.models import resolve_model
+from tests.families import tiny
 
 ROUNDING = 1e-3  # a second forward moves a logit by less; the smallest fault moves one by 0.06
 IDS = (torch.arange(BEYOND + 44) * 7 % 900)[None]
@@ -53,6 +56,24 @@ def test_a_planted_fault_changes_the_logits(name: str) -> None:
     assert moved.max() > ROUNDING
     if name == "rope-still-from-256":
         assert moved[: BEYOND + 1].max() < ROUNDING
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_a_private_precision_is_right_in_float32_and_wrong_below(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    model = tiny("olmoe").eval()
+    model.set_attn_implementation("sdpa")
+    low = deepcopy(model).to(torch.bfloat16)
+    ids = IDS[:, :64] % model.config.vocab_size
+    with torch.no_grad():
+        before, rounded = (each(input_ids=ids).logits for each in (model, low))
+        in_trainer(model, name)
+        torch.testing.assert_close(model(input_ids=ids).logits, before, atol=1e-4, rtol=1e-4)
+        in_trainer(low, name)
+        assert not torch.equal(low(input_ids=ids).logits, rounded)
 
 
 @pytest.mark.slow

@@ -149,19 +149,26 @@ def with_own_rounding(run: RunArtefacts) -> RunArtefacts:
     ("run", "status"),
     [
         (run_of(), "passed"),
-        (with_own_rounding(run_of()), "warning"),
+        (with_own_rounding(run_of()), "inconclusive"),
         (with_own_rounding(run_of(facts={"fsdp": {"device": "NVIDIA H100"}})), None),
         (with_own_rounding(run_of(facts={"vllm:decode": {"adapter": {"as": "own"}}})), None),
         (with_own_rounding(run_of({"fsdp:fp32": 1e4})), None),  # another function: no rounding
     ],
 )
-def test_sides_that_round_as_much_and_not_alike_are_a_warning(
+def test_of_sides_that_round_as_much_and_not_alike_a_module_decides(
     run: RunArtefacts, status: str | None
 ) -> None:
     measured = square(run)
     found = {check.id: check.status for check in square_checks(measured)}
     assert found.get("rounding-alike") == status
     assert found["excess-trainer"] == "passed" or status is None
+    place = "input norm of layers 0 to 3 in fsdp"
+    named = {check.id: check for check in square_checks(measured, {"trainer": place})}
+    unlike = status == "inconclusive"
+    assert (sides_at_fault(measured) == ["engine", "trainer"]) is unlike
+    if unlike:
+        assert named["rounding-alike"].status == "failed"
+        assert place in named["rounding-alike"].detail
 
 
 def test_what_the_engine_in_float32_did_not_run_is_not_tested() -> None:

@@ -6,17 +6,33 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch.analysis.cause_results import Side
+from mismatch.analysis.cause_results import Evidence, Side
 from mismatch.analysis.diagnosis.case import Case, above
 from mismatch.keys import REFERENCE, yardsticks
-from mismatch.types import Bools, Floats, Scoring
+from mismatch.types import RANK, Bools, Floats, Scoring
 
 NO_ROUNDING = 1e-5  # nats that two float32 passes of one function may lie apart; seen: 2e-6
 EXACT_FLOOR = 3e-5  # nats, added to a distance that others are divided by
 CALM = (
     1.3  # ratio of both sides' distances in tokens that a fault leaves alone; clean: 0.78 to 1.06
 )
+ELSEWHERE = 10.0  # times closer to float32: a rank that is not off where another is
 SAME = 0.01  # of the engine's distance, that two implementations may differ by in float32
+
+
+def ranks_off(case: Case, size: Floats) -> tuple[Evidence, ...]:
+    """Return the trainer's ranks that ``size`` [A] nats are of, where they are not of all."""
+    rank = case.trainer.extra.get(RANK)
+    if rank is None:
+        return ()
+    count = np.bincount(rank[case.kept].astype(int))
+    sums = np.bincount(rank[case.kept].astype(int), size[case.kept])
+    means = sums[count > 0] / count[count > 0]
+    off = means > means.max() / ELSEWHERE
+    if off.all():
+        return ()
+    named = ", ".join(map(str, np.flatnonzero(count > 0)[off]))
+    return (Evidence("rank of the trainer that is off", named, f"none of {len(means)}"),)
 
 
 def gap_of(name: str) -> str:

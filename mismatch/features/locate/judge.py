@@ -12,6 +12,7 @@ import numpy as np
 
 from mismatch.codec import fields_of, from_json, refused, to_json
 from mismatch.errors import MismatchError
+from mismatch.features.locate.errors import BEYOND
 from mismatch.features.locate.results import (
     FORMS,
     Group,
@@ -44,7 +45,8 @@ def groups_of(sites: Sequence[SiteError]) -> list[tuple[Group, tuple[Site, ...]]
     groups = []
     for name, errors in named.items():
         layers = tuple(dict.fromkeys(error.layer for error in errors if error.layer is not None))
-        group = Group(name, layers, max(error.excess for error in errors), 0.0, 0.0)
+        largest = max(error.excess for error in errors), max(error.unlike for error in errors)
+        group = Group(name, layers, largest[0], 0.0, 0.0, unlike=largest[1])
         groups.append((group, tuple(error.location for error in errors)))
     return groups
 
@@ -160,6 +162,9 @@ def sentence(side: SideLocation) -> str:
     share = (side.explained if more else group.explains) or 0.0
     kind = "" if side.kind is None else f", where its {side.kind} differs"
     kind += f": it is computed {FORMS[group.form]}" if group.form else ""
+    if group.excess <= BEYOND:  # it rounds otherwise, if not more
+        far = f"{group.unlike:.2g} times what the plain forward's module rounds there"
+        return f"{side.name} rounds otherwise first at the {group.place}: {far}{others}"
     shown = f"{100 * min(1.0, max(0.0, share)):.0f} % of its squared distance comes from it"
     return (
         f"{side.name} differs from float32 first at the {group.place}{kind} "

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mismatch.analysis.cause_results import MODULE, Cause, Evidence, Side, Status
+from mismatch.analysis.cause_results import (
+    MODULE,
+    Cause,
+    Evidence,
+    Excluded,
+    Side,
+    Status,
+)
 from mismatch.analysis.diagnosis.loaded_weights import (
     NOT_OF_CHECKPOINT,
     Difference,
@@ -12,6 +19,7 @@ from mismatch.analysis.diagnosis.loaded_weights import (
     unlike_its_checkpoint,
 )
 from mismatch.analysis.results import Square
+from mismatch.features.locate.errors import BEYOND, unlike_level
 from mismatch.features.locate.results import FORMS, TITLES, Group, Kind, Location, SideLocation
 from mismatch.keys import TRAIN, Key
 from mismatch.models.site_parameters import decides
@@ -39,6 +47,8 @@ OF_FORMS = {
     "no-sinks": ("attention-sinks",),
     "routed-scale": ("router-config",),
 }
+# What a side does in a batch, from a cache or while decoding alone: no module shows it by itself.
+TOGETHER = ("packing-leak", "position-ids", "fp8-kv", "decode-vs-prefill")
 WEIGHTS = ("stale-weights", "experts-differ", "tied-head-stale", "quantised-rollout", "lora-scale")
 ROUNDING: dict[str, tuple[str, ...]] = {
     "attention": ("fp8-kv", "decode-vs-prefill"),
@@ -174,7 +184,8 @@ def causes_of(location: Location) -> tuple[Cause, ...]:
         if group is None or side.is_other:
             continue
         share = max(group.explains, group.removed, side.explained or 0.0, side.removed or 0.0)
-        status: Status = "confirmed" if share >= CONFIRMED else "suspected"
+        otherwise = group.excess <= BEYOND  # it rounds so, if not more
+        status: Status = "confirmed" if share >= CONFIRMED or otherwise else "suspected"
         if side.kind == "weights":
             alike: tuple[str, ...] = WEIGHTS
         elif group.form:
@@ -182,9 +193,16 @@ def causes_of(location: Location) -> tuple[Cause, ...]:
         else:
             alike = (ROUNDING if side.kind == "rounding" else FUNCTIONS).get(group.site, ())
         own = f"its error on the same input, over what {side.dtype} costs there"
+        measured = Evidence(own, group.excess, "below 4")
+        if otherwise:
+            own = (
+                "its distance from the plain forward's module on the same input, over its rounding"
+            )
+            level = unlike_level(group.site, side.role)
+            measured = Evidence(own, group.unlike, f"below {level:g}")
         evidence: tuple[Evidence, ...] = (
             Evidence(MODULE, f"{group.place} in {side.name}"),
-            Evidence(own, group.excess, "below 4"),
+            measured,
             Evidence("share of the side's distance from float32 that it explains", share),
         )
         if group.form:
@@ -204,6 +222,26 @@ def causes_of(location: Location) -> tuple[Cause, ...]:
         )
         causes.append(cause)
     return tuple(causes)
+
+
+def excluded_by(location: Location) -> tuple[Excluded, ...]:
+    """Return what each side without a source cannot be.
+
+    In float32 that is other weights or another function: a side that is right alone and wrong in
+    the run differs by its batch, cache or start. In a lower precision it is another rounding.
+    """
+    exact = {name for names in (*FUNCTIONS.values(), *OF_FORMS.values(), WEIGHTS) for name in names}
+    exact = {"function-differs", "weights-differ", *exact} - {*TOGETHER, "bf16-lm-head"}
+    found = []
+    for side in location.sides:
+        if side.groups or not side.sites or not (side.dtype == "fp32" or location.alike):
+            continue
+        largest = max(side.sites, key=lambda site: site.excess)
+        what = f"largest error of a module of {side.name} on equal input, over what it costs"
+        evidence = Evidence(f"{what} ({largest.location.key})", largest.excess, "below 4")
+        causes = exact if side.dtype == "fp32" else {"rounding-differs", "bf16-lm-head"}
+        found.append(Excluded(side.role, tuple(sorted(causes)), evidence))
+    return tuple(found)
 
 
 def _advice(location: Location, side: SideLocation, group: Group) -> str:

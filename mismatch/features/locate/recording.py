@@ -57,6 +57,7 @@ def locate_in(
     limit_s: float = math.inf,
     both: bool = False,
     gap: tuple[str, str] | None = None,
+    alike: bool = False,
 ) -> Location:
     """Record a run's engine and trainer on some of its tokens; leave ``locate.json``.
 
@@ -69,6 +70,8 @@ def locate_in(
         both: an engine that cannot be recorded is an error; else the trainer is located alone.
         gap: scorings in float32 that differ: both sides run as they did, and on the sequences that
             are worst by them; None: as the run's two sides.
+        alike: modules that round otherwise than the plain forward's are sources, whatever their
+            size. Ranks of an engine that add up rounded parts do so by nature: it is not asked.
 
     Raises:
         MismatchError: a trainer whose modules cannot be recorded, or the time was used up.
@@ -106,7 +109,8 @@ def locate_in(
             raise MismatchError(f"{unseen[0].what}: {unseen[0].reason}", unseen[0].how)
         if unseen:
             narrator.note(f"{engine} is not located: {unseen[0].reason}")
-        result = work.passes(None if isinstance(dtype, NotTested) else dtype)
+        alike = alike and spec.rollout.engine.tensor_parallel_size == 1
+        result = work.passes(None if isinstance(dtype, NotTested) else dtype, alike)
         sides = from_json(list[SideLocation], result["sides"])
         sides = [replace(side, held=work.held(side, rollout)) for side in sides]
     finally:
@@ -128,6 +132,7 @@ def locate_in(
         broken=report.exists() and store.read_json(report)["verdict"]["status"] == "broken",
         fields=fields_of(train),
         impossible=ruled_out,
+        alike=alike,
     )
     inputs = (store.ROLLOUT, *(store.scoring_file(name) for name in present))
     store.save_document(run_dir, FILE, to_document(location), schema=SCHEMA, inputs=inputs)
@@ -174,7 +179,7 @@ class _Recording:
         dtype = dtype_of(store.read_json(folder / "facts.json"))
         return dtype or NotTested(what, "no plain forward computes in its precision")
 
-    def passes(self, engine_dtype: Dtype | None) -> dict[str, Any]:
+    def passes(self, engine_dtype: Dtype | None, alike: bool) -> dict[str, Any]:
         """Return what the worker found in the trainer, and in the engine's recording if any."""
         train = self.spec.train
         precision = dtype_of({"dtype": train.dtype, "autocast": train.autocast})
@@ -185,7 +190,7 @@ class _Recording:
             sides.insert(0, {"name": name, "role": "engine", "dtype": engine_dtype})
         passes = passes_of(train, {precision, engine_dtype or precision})
         named = [{"name": pass_.name, "spec": to_dict(pass_.spec)} for pass_ in passes]
-        job = self._job(PASSES, {"passes": named, "sides": sides})
+        job = self._job(PASSES, {"passes": named, "sides": sides, "alike": alike})
         threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))
         env = {"OMP_NUM_THREADS": threads, **EXACT}
         env |= visible_as(placement(self.spec, local_gpus()).trainer[:1])

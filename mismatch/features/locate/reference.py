@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mismatch.features.locate.errors import BySite, Forms, Sums, form_of, site_errors
+from mismatch.features.locate.errors import BEYOND, BySite, Forms, Sums, form_of, site_errors
 from mismatch.features.locate.judge import explained, groups_of, moved, removed, with_first
 from mismatch.features.locate.plan import side_folder
 from mismatch.features.locate.results import (
@@ -81,6 +81,27 @@ class Forward:
         save_file(recorder.values, folder / f"{number}.safetensors")
         return values
 
+    def answer(self, directory: Path, side: str) -> None:
+        """Leave what every module gives on what a side recorded before it."""
+        folder, answers = side_folder(directory, side), side_folder(directory, f"{side}-plain")
+        for number in range(self.rollout.n_sequences):
+            visit = Answers(load_file(folder / f"{number}.safetensors"))
+            visit.values[HEAD.key] = torch.from_numpy(self.logprobs(number, visit))
+            save_file(visit.values, answers / f"{number}.safetensors")
+
+
+class Answers(Recorder):
+    """A visitor that keeps what modules give on a side's recorded input, which goes on."""
+
+    def __init__(self, side: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.side = side
+
+    def __call__(self, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        super().__call__(key, value)
+        own = self.side.get(key)
+        return own.to(value.device) if own is not None and own.shape == value.shape else None
+
 
 class Reference:
     """A loaded reference, its forward passes, and what was replayed in it.
@@ -115,11 +136,15 @@ class Reference:
         hidden: set[str] = set()
         for number in range(self.count):
             natural = load_file(side_folder(self.directory, "reference") / f"{number}.safetensors")
-            replay = Replay(load_file(folder / f"{number}.safetensors"), natural, self.top_k)
+            answers = side_folder(self.directory, f"{side}-plain") / f"{number}.safetensors"
+            plain = load_file(answers) if answers.exists() else {}
+            replay = Replay(load_file(folder / f"{number}.safetensors"), natural, self.top_k, plain)
             given = self.forward.logprobs(number, replay)
             own = np.load(folder / f"{number}.npy")
-            ends = (torch.from_numpy(end)[:, None] for end in (own, self.own[number], given))
-            replay.sums[HEAD] = Sums.of(*ends)
+            y, r, s = (torch.from_numpy(end)[:, None] for end in (own, self.own[number], given))
+            answer = plain.get(HEAD.key)
+            p = None if answer is None else answer[:, None]
+            replay.sums[HEAD] = Sums.of(y, r, s, plain=p)
             replay.news[HEAD.key] = torch.from_numpy(own - given)
             for site, part in replay.sums.items():
                 sums.setdefault(site, []).append(part)
@@ -134,14 +159,20 @@ class Reference:
         return {site: parts for site, parts in sums.items() if len(parts) == self.count}
 
     def located(
-        self, name: str, role: Literal["engine", "trainer"], dtype: Dtype, plain: BySite | None
+        self,
+        name: str,
+        role: Literal["engine", "trainer"],
+        dtype: Dtype,
+        plain: BySite | None,
+        alike: bool = False,
     ) -> SideLocation:
         """Return one side with its sources and what they do to the end.
 
         Args:
             plain: of the plain forward in its dtype; None: there is none.
+            alike: a module that rounds otherwise than the plain forward's is a source too.
         """
-        sites = site_errors(self.replayed(name), plain, dtype)
+        sites = site_errors(self.replayed(name), plain, dtype, role if alike else "")
         by_sequence = self._distances(name)
         end = np.concatenate(by_sequence)
         yardstick = [] if plain is None else self._distances(f"plain:{dtype}")
@@ -162,7 +193,8 @@ class Reference:
         for group, places in groups_of(sites):
             keys = {site.key for site in places}
             sources |= keys
-            group = replace(group, form=form_of(places, self.forms, plain, dtype))
+            if group.excess > BEYOND:  # else the reference's own form fits as well
+                group = replace(group, form=form_of(places, self.forms, plain, dtype))
             if len(groups) < TESTED:
                 alone, without = self._with_new(name, keys), self._with_new(name, everything - keys)
                 effects = explained(end, alone), removed(end, without), moved(end, alone)
@@ -225,6 +257,7 @@ class Replay:
         side: key -> [tokens, features] as the side recorded it.
         natural: the same of the reference's own forward pass.
         top_k: experts of a token; 0: dense.
+        plain: what the plain forward in the side's dtype gives on the side's inputs.
 
     Attributes:
         news: what the side adds to the reference's output on the same input.
@@ -232,9 +265,13 @@ class Replay:
     """
 
     def __init__(
-        self, side: dict[str, torch.Tensor], natural: dict[str, torch.Tensor], top_k: int
+        self,
+        side: dict[str, torch.Tensor],
+        natural: dict[str, torch.Tensor],
+        top_k: int,
+        plain: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        self.side, self.natural, self.top_k = side, natural, top_k
+        self.side, self.natural, self.top_k, self.plain = side, natural, top_k, plain or {}
         self.sums: dict[Site, Sums] = {}
         self.forms: dict[tuple[Site, str], Sums] = {}
         self.news: dict[str, torch.Tensor] = {}
@@ -247,7 +284,9 @@ class Replay:
             return None
         own = own.to(value.device, torch.float32)
         site, natural = Site.of(key), self.natural[key].to(value.device)
-        self.sums[site] = Sums.of(own, natural, value, self._counted(site, value.device))
+        plain, counted = self.plain.get(key), self._counted(site, value.device)
+        plain = None if plain is None else plain.to(value.device)
+        self.sums[site] = Sums.of(own, natural, value, counted, plain)
         self.news[key] = (own - value).cpu().contiguous()
         return own
 

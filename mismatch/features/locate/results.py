@@ -94,6 +94,9 @@ class SiteError:
         cost: the same of a plain forward in the side's dtype; None where that was not recorded.
         excess: ``new`` over the larger of ``cost`` and the dtype's rounding.
         lowest_excess: the smallest ``excess`` when one sequence is left out.
+        unlike: of its output to what a plain forward's module in the side's dtype gives for this
+            side's own input, over the larger of that module's error and the dtype's rounding; the
+            smallest when one sequence is left out. 0: alike, or not measured.
     """
 
     layer: int | None
@@ -104,6 +107,7 @@ class SiteError:
     excess: float
     lowest_excess: float
     role: Role
+    unlike: float = 0.0
 
     @property
     def location(self) -> Site:
@@ -124,6 +128,7 @@ class Group:
         moves: root mean square of what its new error alone does to the end, over that of the
             side's distance. Rounding of all other modules can hide it from the other two.
         form: a name of ``FORMS`` that says what the side does here; "": none of them does.
+        unlike: the largest over the layers, see :class:`SiteError`.
     """
 
     site: str
@@ -133,6 +138,7 @@ class Group:
     removed: float
     moves: float = 0.0
     form: str = ""
+    unlike: float = 0.0
 
     @property
     def place(self) -> str:
@@ -229,6 +235,7 @@ class Location:
         broken: the run's report says BROKEN.
         fields: names of config.json that this model sets.
         impossible: causes that neither the model nor the run's settings can have.
+        alike: modules were sources, too, that round otherwise than the plain forward's.
     """
 
     model: str
@@ -240,3 +247,4 @@ class Location:
     broken: bool = False
     fields: tuple[str, ...] = ()
     impossible: tuple[str, ...] = ()
+    alike: bool = False

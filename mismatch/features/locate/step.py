@@ -1,11 +1,13 @@
 """A check whose float32 gap or excess fails names the module, as ``mismatch locate`` does.
 
+So does a check whose sides do not round alike, in the precision of the run.
+
 A check that has neither costs nothing here but one reading of its scorings.
 """
 
 from __future__ import annotations
 
-from mismatch.analysis.results import Displaced, Finding
+from mismatch.analysis.results import Displaced, Finding, rounds_alike
 from mismatch.errors import MismatchError
 from mismatch.features.locate.flags import NO_LOCATE
 from mismatch.features.locate.judge import FILE
@@ -39,12 +41,12 @@ def locate_failed(stages: Stages) -> None:
     findings = sorted(square.findings, key=lambda finding: finding.evidence != "gap")
     every: list[Finding | Displaced] = [*findings, *square.displaced]
     failed = [f for f in every if f.standing == "beyond" and f.side != "other-engine"]
-    if not failed:
+    if not failed and rounds_alike(square) is not False:
         return
     if spec.train.scorer != OWN_SCORER:
         fault = f"the modules of {spec.train.scorer}'s own trainer cannot be recorded"
         raise MismatchError(fault, "mismatch locate RUN on a check of the built-in trainer")
-    first, gap = failed[0], None
+    first, gap = next(iter(failed), None), None
     if isinstance(first, Finding) and first.evidence == "gap":
         gap = first.scoring, REFERENCE
     locate_in(
@@ -53,6 +55,8 @@ def locate_failed(stages: Stages) -> None:
         stages.narrator,
         sequences=SEQUENCES,
         limit_s=LONGEST_S,
-        both=first.side != "trainer",  # whose modules can be recorded without the engine's
+        # The trainer's modules can be recorded without the engine's.
+        both=first is not None and first.side != "trainer",
         gap=gap,
+        alike=gap is None and square.calibrated,
     )

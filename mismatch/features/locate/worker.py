@@ -5,9 +5,11 @@ Started by :mod:`mismatch.features.locate.recording`, once for the engine and on
     python -m mismatch.features.locate.worker JOB.json
 
 JOB.json: ``{"run_dir": RUN, "place": SCRATCH, "label": …, "sequences": […]}`` and for the engine
-``"spec"``, a RolloutSpec; else ``"passes"``, the reference last, and ``"sides"``, what is judged.
+``"spec"``, a RolloutSpec; else ``"passes"``, the reference last, ``"sides"``, what is judged, and
+``"alike"``, whether modules that round otherwise are sources.
 Every side leaves ``SCRATCH/SIDE/N.safetensors`` and ``N.npy`` (log-probabilities) of
-sequence N; the second process leaves ``SCRATCH/sides.json``.
+sequence N, and the plain forward in its dtype ``SCRATCH/SIDE-plain``, on the side's inputs; the
+second process leaves ``SCRATCH/sides.json``.
 """
 
 from __future__ import annotations
@@ -83,6 +85,9 @@ def run_passes(job: dict[str, Any], rollout: Rollout) -> None:
         forward = Forward(world, pass_, rollout)
         for number in range(rollout.n_sequences):
             forward.record(side_folder(directory, pass_.name), number)
+        for entry in job["sides"]:
+            if Key(pass_.name).side == PLAIN and entry["dtype"] == pass_.spec.dtype:
+                forward.answer(directory, entry["name"])
         del forward  # its weights are gone before the next weights come
         gc.collect()
     say(f"{PROGRESS}{exact.name}")
@@ -96,7 +101,8 @@ def run_passes(job: dict[str, Any], rollout: Rollout) -> None:
     sides = []
     for entry in job["sides"]:
         say(f"{PROGRESS}{entry['name']} in the reference")
-        sides.append(reference.located(**entry, plain=plain.get(entry["dtype"])))
+        given = plain.get(entry["dtype"]), job["alike"]
+        sides.append(reference.located(**entry, plain=given[0], alike=given[1]))
     result = {"sides": to_json(sides), "not_tested": to_json(reference.not_tested)}
     store.write_json(directory / "sides.json", result)
     world.close()

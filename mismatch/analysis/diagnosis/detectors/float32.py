@@ -19,17 +19,19 @@ from mismatch.analysis.diagnosis.legs import (
     gap_of,
     legs_of,
     of_two_precisions,
+    ranks_off,
 )
 from mismatch.analysis.diagnosis.loaded_weights import same_weights
 from mismatch.analysis.displaced import device_class, levels_for
 from mismatch.analysis.square import PlainCost, gap_side
-from mismatch.keys import PLAIN, REFERENCE, TRAINER_FLOAT32, Key
+from mismatch.keys import PLAIN, REFERENCE, REPEATED, TRAINER_FLOAT32, Key
 from mismatch.types import Floats, NotTested
 
 WHAT = "implementations in float32"
 FAR = 1.5  # times the other side's distance from float32; clean runs of one precision: 0.93 to 1.02
 ALIKE = 1.3  # times a plain forward's, that a side's rounding may be; clean sides: 0.78 to 1.06
 EXPLAINED = -0.5  # share of |delta| gone, where taking the gap out puts it back in
+VARIES, LARGELY = 1e-4, 0.5  # nats from pass to pass, and their share of the gap: chance
 TAIL = 0.995  # of distances; the rest is cut to it
 FUNCTIONS: tuple[str, ...] = (
     *("rope-config", "yarn-attention-factor", "attention-sinks", "sliding-window"),
@@ -80,8 +82,14 @@ def _gap(case: Case, name: str, reference: Floats) -> Look:
     facts = case.engine.fingerprint, case.trainer.fingerprint
     known = trainers or (facts[0].get("weights_in_memory") and same_weights(*facts))
     cause, alike = ("function-differs", FUNCTIONS) if known else ("side-off", IN_FLOAT32)
+    evidence += ranks_off(case, np.abs(off)) if trainers else ()
+    # What differs from pass to pass is no function.
+    again = case.others.get(REPEATED) if trainers else None
+    varies = 0 * off if again is None else np.abs(again.logprobs - case.trainer.logprobs)
+    chance = above(case.mean(varies), VARIES) and above(case.ratio(varies, np.abs(off)), LARGELY)
+    cause, alike = ("nondeterminism", ()) if chance else (cause, alike)
     look = onset(case.repaired(*sides))  # a place says more than a size
-    for finding in look.findings if isinstance(look, Look) else ():
+    for finding in look.findings if isinstance(look, Look) and not chance else ():
         cause, alike, evidence = finding.cause, finding.alike, evidence + finding.evidence
     repair = case.moved("trainer", off) if trainers else case.moved("engine", -off)
     removed = case.gone(repair)
@@ -90,7 +98,7 @@ def _gap(case: Case, name: str, reference: Floats) -> Look:
     moved = not np.array_equal(before[0].logprobs, before[1])
     # An earlier repair of this side has done so, in other numbers.
     taken_out = removed.value < (0.0 if moved else EXPLAINED)
-    finding = Finding(cause, side, effect, evidence, alike=alike,
+    finding = Finding(cause, side, effect, evidence, alike=alike, confirmed=chance,
                       repair=None if taken_out else repair)  # fmt: skip
     return Look(evidence, (finding,))
 
@@ -173,7 +181,7 @@ DETECTORS = (
     Detector(
         "implementation",
         "function",
-        ("function-differs", "side-off", "onset", *BOUNDARIES.values()),
+        ("function-differs", "side-off", "onset", "nondeterminism", *BOUNDARIES.values()),
         implementation,
         "both implementations in float32",
         39,

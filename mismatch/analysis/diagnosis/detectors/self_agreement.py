@@ -10,6 +10,7 @@ import numpy as np
 from mismatch.analysis.cause_results import Evidence
 from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, Repair, above
 from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
+from mismatch.analysis.diagnosis.legs import ranks_off
 from mismatch.analysis.diagnosis.twins import Odd, odd_pairs, twins_of
 from mismatch.keys import ALONE, GRAD, PLAIN, REGROUPED, REPEATED, Key
 from mismatch.types import Floats, NotTested
@@ -56,7 +57,7 @@ def trainer_itself(case: Case) -> Look | NotTested:
         if not loud:
             continue
         effect = case.share(case.delta + moved)
-        shown = tuple(evidence[-2:] if own is not None else evidence[-1:])
+        shown = (*evidence[-2 if own is not None else -1 :], *ranks_off(case, np.abs(moved)))
         repair = Repair(case.left, case.right + moved) if above(effect, 0.05) else None
         if name == REPEATED and case.reference is not None:  # the other pass is as far off
             repair = case.by_float32("trainer")
