@@ -38,6 +38,7 @@ LEFT_OUT = (".lock", "*.html", "*.md", "tokens.parquet", "jobs", "logs", "*.log"
 CHANGING = (
     "created",
     "environment",
+    "platform",
     "commits",
     "command",
     "earlier_commands",

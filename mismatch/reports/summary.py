@@ -221,7 +221,9 @@ def known_by(report: Report, cause: Cause) -> Known:
     if cause.status == LITTLE:
         return Known("stated by a side, and of little weight by experiment", cause.effect)
     if cause.status != "confirmed":
-        open_still = "no experiment decided" if told is not None else "--explain confirms or rules it out"
+        open_still = (
+            "no experiment decided" if told is not None else "--explain confirms or rules it out"
+        )
         return Known(f"suspected, {open_still}", cause.effect)
     stated = cause.stated or cause.fact
     how = "stated by a side and " * stated + "located in its module"
