@@ -75,6 +75,8 @@ class Analysis:
     compared."""
     reason: str = ""
     """``reason(result)``: what is said behind the verdict's reason; "": nothing."""
+    lacks: str = ""
+    """``lacks(result)``: why a command with ``--require ID`` exits with 1; "": nothing is."""
     chapter: str = "more"
     """Id of the chapter of the page that shows the section (``reports/sections``)."""
     of_pairs: bool = False
@@ -119,6 +121,8 @@ class Feature:
     check_step: str = ""
     """Import string of ``step(stages)``, which a check calls once it has its scorings. A
     MismatchError that it raises is reported as not tested."""
+    plan: str = ""
+    """Import string of ``lines(spec)``, what a dry run of a check says of it."""
 
 
 def features() -> tuple[Feature, ...]:

@@ -26,6 +26,7 @@ from mismatch.doctor.fit import warnings_of
 from mismatch.doctor.plan import IN_FLOAT32, Memory, cheaper, memory_of, plan
 from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
 from mismatch.errors import MismatchError
+from mismatch.plugins import features, load
 from mismatch.processes.launch import own_python
 from mismatch.processes.stages import Room
 from mismatch.reports.formatting import plain_lines
@@ -219,6 +220,9 @@ def dry_run(spec: CheckSpec, gpus: str | None = None, as_json: bool = False) -> 
         from mismatch.experiments.fixes.planning import plan_fixes
 
         for line in plan_fixes(spec, context_of(spec)).lines(spec):
+            say(line)
+    for feature in features() if not as_json else ():
+        for line in load(feature.plan)(spec) if feature.plan else ():
             say(line)
     return 0 if planned.fits else 2
 

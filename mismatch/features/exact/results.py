@@ -1,0 +1,129 @@
+"""What of a run is bitwise equal; plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Word = Literal["exact", "not exact", "not proven"]
+Scope = Literal["sides", "one side", "beside"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An action token, by its id and where it is: position in its sequence, from 0."""
+
+    prompt: int
+    sequence: int
+    position: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two arrays of numbers for the same things, compared by their bits; 0 and -0 are equal.
+
+    Attributes:
+        what: the pair in words, "engine: decode / prefill".
+        left, right: names of the scorings.
+        scope: engine against trainer, one side against itself, or beside the run's own passes;
+            only the first two count for the word.
+        unit: what is counted in ``n``: "token", "choice" (of experts), "position", "parameter".
+        unequal: of these n; ``ulps``: the largest distance in units in the last place of
+            ``dtype``; None: whole numbers, or digests.
+        first: the first unequal token; None: none is, or the things are no tokens.
+        constructed: why equality would prove nothing; "": both sides were computed.
+    """
+
+    what: str
+    left: str
+    right: str
+    scope: Scope
+    unit: str
+    n: int
+    unequal: int
+    ulps: int | None = None
+    dtype: str = ""
+    first: Place | None = None
+    constructed: str = ""
+
+    @property
+    def word(self) -> Word:
+        """What is said of this pair.
+
+        >>> Pair("trainer / engine", "a", "b", "sides", "token", 8, 0).word
+        'exact'
+        """
+        if self.unequal:
+            return "not exact"
+        return "not proven" if self.constructed or not self.n else "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """A setting with which bitwise equality is impossible, or not promised.
+
+    Attributes:
+        remove: the setting that removes it; "": none is known.
+        source: where that is documented or was reported.
+    """
+
+    id: str
+    side: Literal["engine", "trainer", "both"]
+    what: str
+    remove: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """The level EXACT of a run.
+
+    Attributes:
+        pairs: scorings, the engine's own log-probabilities against the trainer's first.
+        others: routes, distributions and weights of engine and trainer.
+        excluded: settings of this stack that exclude equality.
+    """
+
+    pairs: tuple[Pair, ...]
+    others: tuple[Pair, ...] = ()
+    excluded: tuple[Excluded, ...] = ()
+
+    @property
+    def counted(self) -> tuple[Pair, ...]:
+        """Pairs that decide the word."""
+        return tuple(pair for pair in self.pairs if pair.scope != "beside")
+
+    @property
+    def word(self) -> Word:
+        """Exact: engine and trainer are equal in every token, and so is each with itself."""
+        words = {pair.word for pair in self.counted}
+        if "not exact" in words:
+            return "not exact"
+        sides = any(pair.scope == "sides" for pair in self.counted)
+        return "exact" if sides and words == {"exact"} else "not proven"
+
+
+def said(result: Exactness) -> str:
+    """Return one line: the word, and what it rests on.
+
+    >>> pair = Pair("trainer / engine", "a", "b", "sides", "token", 1200, 0)
+    >>> said(Exactness((pair,)))
+    'yes, bitwise equal: 1,200 of 1,200 tokens, in 1 of 1 pair'
+    """
+    pairs = result.counted
+    equal = sum(pair.word == "exact" for pair in pairs)
+    ends = f"in {equal} of {len(pairs)} pair{'s' * (len(pairs) != 1)}"
+    if result.word == "exact":
+        return f"yes, bitwise equal: {pairs[0].n:,} of {pairs[0].n:,} tokens, {ends}"
+    if result.word == "not proven":
+        why = next((pair.constructed for pair in pairs if pair.constructed), "")
+        return f"not proven: {why or 'no pair of engine and trainer'}"
+    worst = next(pair for pair in pairs if pair.unequal)
+    where = "" if worst is pairs[0] else f" ({worst.what})"
+    return f"no: {worst.unequal:,} of {worst.n:,} tokens unequal{where}; equal {ends}"
+
+
+def lacks(result: Exactness) -> str:
+    """Return why a run that must be exact is not; "": it is."""
+    return "" if result.word == "exact" else said(result)

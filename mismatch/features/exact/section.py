@@ -1,0 +1,71 @@
+"""The level EXACT: pairs of scorings by their bits, and what excludes equality."""
+
+from __future__ import annotations
+
+from mismatch.features.exact.results import Exactness, Excluded, Pair, said
+from mismatch.reports.formatting import count, line, plural, text
+from mismatch.reports.section import Cell, Column, Section, Table, Tone
+from mismatch.types import Report
+
+LEAD = (
+    "Bits, not levels: how many tokens have unequal log-probabilities. EXACT is a word beside the "
+    "verdict: engine and trainer are bitwise equal in every token, and so is each with itself. "
+    "Numbers that may be copies prove nothing."
+)
+TONES: dict[str, Tone] = {"exact": "healthy", "not exact": "warn", "not proven": "dim"}
+NO_SETTING = "no setting is known"
+
+
+def _first(pair: Pair) -> str:
+    at = pair.first
+    if at is None:
+        return ""
+    return f"prompt {at.prompt}, sequence {at.sequence}, position {at.position}"
+
+
+PAIRS = (
+    Column("pair", text, of=lambda pair: Cell(pair.what, note=f"{pair.left} / {pair.right}")),
+    Column("unequal", count, of="unequal"),
+    Column("of", text, of=lambda pair: plural(pair.n, pair.unit)),
+    Column("largest, ulps", count, of="ulps"),
+    Column("first unequal", text, 1, of=_first),
+    Column("word", text, of=lambda pair: Cell(pair.word, TONES[pair.word], pair.constructed)),
+)
+EXCLUDED = (
+    Column("side", text, of="side"),
+    Column("what excludes equality", text, of="what"),
+    Column("removed by", text, 1, of=lambda row: Cell(row.remove or NO_SETTING, "code")),
+    Column("source", text, 2, of="source"),
+)
+
+
+def section(result: Exactness, report: Report) -> Section:
+    """Return all pairs, then the settings with which they cannot be equal."""
+    beside = [pair for pair in result.pairs if pair.scope == "beside"]
+    return Section(
+        "exact-bits",
+        "Exact",
+        LEAD,
+        sentences=[_sentence(result)],
+        tables=[Table.of(PAIRS, [*result.counted, *result.others, *beside])],
+        parts=[settings(result.excluded)],
+        short=said(result),
+        first=True,
+    )
+
+
+def settings(found: tuple[Excluded, ...]) -> Section:
+    """Return the settings that exclude equality in one stack."""
+    return Section(
+        "exact-settings",
+        "Settings that exclude equal bits",
+        tables=[Table.of(EXCLUDED, found)],
+        short=f"{plural(len(found), 'setting')} of this stack",
+    )
+
+
+def _sentence(result: Exactness) -> str:
+    """Say the word, and of pairs that are equal in all their tokens how many there are."""
+    equal = [line(pair.what) for pair in result.counted if pair.word == "exact"]
+    tail = f" Bitwise equal: {', '.join(equal)}." if equal else ""
+    return f"Exact: {said(result)}.{tail}"
