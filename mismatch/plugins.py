@@ -122,7 +122,7 @@ class Feature:
     """Import string of ``step(stages)``, which a check calls once it has its scorings. A
     MismatchError that it raises is reported as not tested."""
     plan: str = ""
-    """Import string of ``lines(spec)``, what a dry run of a check says of it."""
+    """Import string of ``section(spec)``, what a dry run of a check shows of it."""
 
 
 def features() -> tuple[Feature, ...]:

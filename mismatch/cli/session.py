@@ -214,15 +214,13 @@ def dry_run(spec: CheckSpec, gpus: str | None = None, as_json: bool = False) -> 
     if as_json:
         typer.echo(json.dumps(planned.to_dict(), indent=2))
     else:
-        print_plan(planned, Console())
+        shown = [load(feature.plan)(spec) for feature in features() if feature.plan]
+        print_plan(planned, Console(), shown)
     if spec.fixes and not as_json:
         from mismatch.experiments.fixes.context import context_of
         from mismatch.experiments.fixes.planning import plan_fixes
 
         for line in plan_fixes(spec, context_of(spec)).lines(spec):
-            say(line)
-    for feature in features() if not as_json else ():
-        for line in load(feature.plan)(spec) if feature.plan else ():
             say(line)
     return 0 if planned.fits else 2
 

@@ -11,5 +11,5 @@ FEATURE = Feature(
                  chapter="normal-or-not", of_pairs=True,
                  lacks="mismatch.features.exact.results:lacks"),
     ),
-    plan="mismatch.features.exact.excluded:lines",
+    plan="mismatch.features.exact.section:planned",
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from mismatch.specs import OWN_SCORER, CheckSpec
 
 OFF = (ABSENT, None, False, "auto")
 DETERMINISTIC = ("flashinfer", "fa3", "triton")  # SGLang's attention backends that can be
+TEXTS = ("side", "what", "remove", "source")
 FA3 = (ABSENT, "fa3")  # what it chooses on Hopper
 INVARIANT, SAMPLER = "VLLM_BATCH_INVARIANT", "VLLM_USE_FLASHINFER_SAMPLER"
 
@@ -95,6 +96,8 @@ CONDITIONS: dict[str, Callable[[Stack], object]] = {
     "vllm": _engine("vllm"),
     "sglang": _engine("sglang"),
     "serving-engine": lambda s: s.spec.rollout.engine.engine not in ("transformers", "recorded"),
+    "transformers": _engine("transformers"),
+    "fused-attention": lambda s: {s.argument("attention"), s.spec.train.attention} != {"eager"},
     "gpu": lambda s: s.gpu,
     "cpu": lambda s: not s.gpu,
     "experts": lambda s: s.experts,
@@ -161,19 +164,7 @@ def excluded(stack: Stack) -> tuple[Excluded, ...]:
     if stack.spec.rollout.engine.engine == "recorded":
         return ()
     return tuple(
-        Excluded(id, *(row[name] for name in ("side", "what", "remove", "source")))
+        Excluded(id, *(row[name] for name in TEXTS), certain=row.get("certain", False))
         for id, row in table().items()
         if all(CONDITIONS[name](stack) for name in row["when"])
     )
-
-
-def lines(spec: CheckSpec) -> Iterator[str]:
-    """Yield what a dry run says: what excludes equal bits, and the setting that removes it."""
-    found = excluded(Stack.planned(spec))
-    yield (
-        f"equal bits are excluded by {len(found)} settings"
-        if found
-        else ("no setting that is known excludes equal bits")
-    )
-    for row in found:
-        yield f"  {row.id} ({row.side}): {row.what}; {row.remove or 'no setting removes it'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+NO_SETTING = "no setting is known that removes it"
 Word = Literal["exact", "not exact", "not proven"]
 Scope = Literal["sides", "one side", "beside"]
 
@@ -66,6 +67,7 @@ class Excluded:
     Attributes:
         remove: the setting that removes it; "": none is known.
         source: where that is documented or was reported.
+        certain: bits differ with it; else nobody promises that they are equal.
     """
 
     id: str
@@ -73,6 +75,7 @@ class Excluded:
     what: str
     remove: str
     source: str
+    certain: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from mismatch.features.exact.results import Exactness, Excluded, Pair, said
+from mismatch.features.exact.excluded import Stack, excluded
+from mismatch.features.exact.results import NO_SETTING, Exactness, Excluded, Pair, said
 from mismatch.reports.formatting import count, line, plural, text
 from mismatch.reports.section import Cell, Column, Section, Table, Tone
+from mismatch.specs import CheckSpec
 from mismatch.types import Report
 
 LEAD = (
@@ -13,7 +15,6 @@ LEAD = (
     "Numbers that may be copies prove nothing."
 )
 TONES: dict[str, Tone] = {"exact": "healthy", "not exact": "warn", "not proven": "dim"}
-NO_SETTING = "no setting is known"
 
 
 def _first(pair: Pair) -> str:
@@ -33,8 +34,9 @@ PAIRS = (
 )
 EXCLUDED = (
     Column("side", text, of="side"),
-    Column("what excludes equality", text, of="what"),
-    Column("removed by", text, 1, of=lambda row: Cell(row.remove or NO_SETTING, "code")),
+    Column("setting", text, of="what"),
+    Column("equal bits", text, of=lambda row: "excluded" if row.certain else "not promised"),
+    Column("removed by", text, of=lambda row: Cell(row.remove or NO_SETTING, "code")),
     Column("source", text, 2, of="source"),
 )
 
@@ -54,11 +56,16 @@ def section(result: Exactness, report: Report) -> Section:
     )
 
 
+def planned(spec: CheckSpec) -> Section:
+    """Return what a dry run says of equal bits."""
+    return settings(excluded(Stack.planned(spec)))
+
+
 def settings(found: tuple[Excluded, ...]) -> Section:
     """Return the settings that exclude equality in one stack."""
     return Section(
         "exact-settings",
-        "Settings that exclude equal bits",
+        "Settings that exclude equal bits, or with which nobody promises them",
         tables=[Table.of(EXCLUDED, found)],
         short=f"{plural(len(found), 'setting')} of this stack",
     )
