@@ -76,7 +76,7 @@ class Analysis:
     reason: str = ""
     """``reason(result)``: what is said behind the verdict's reason; "": nothing."""
     lacks: str = ""
-    """``lacks(result)``: why a command with ``--require ID`` exits with 1; "": nothing is."""
+    """``lacks(result, report)``: why ``--require ID`` makes the exit code 1; "": it does not."""
     chapter: str = "more"
     """Id of the chapter of the page that shows the section (``reports/sections``)."""
     of_pairs: bool = False

@@ -78,7 +78,7 @@ def lacking(report: Report, names: Iterable[str]) -> Iterator[str]:
     require_known(names)
     for analysis in (each for each in analyses() if each.id in names):
         result = report.result(analysis.id)
-        why = "it was not measured" if result is None else analysis.call("lacks", result)
+        why = "it was not measured" if result is None else analysis.call("lacks", result, report)
         if why:
             yield f"{analysis.id}: {why}"
 

@@ -9,7 +9,12 @@ FEATURE = Feature(
                  "mismatch.features.exact.measure:measure",
                  "mismatch.features.exact.section:section", order=2,
                  chapter="normal-or-not", of_pairs=True,
-                 lacks="mismatch.features.exact.results:lacks"),
+                 lacks="mismatch.features.exact.section:lacks"),
+        Analysis("batch_probe", "mismatch.features.exact.probe:BatchProbe",
+                 section="mismatch.features.exact.section:probed", unseen="not_tested", order=3,
+                 from_run="mismatch.features.exact.probe:of_run", chapter="normal-or-not"),
     ),
+    check_flags="mismatch.features.exact.flags:FLAGS",
+    check_step="mismatch.features.exact.probe:probe",
     plan="mismatch.features.exact.section:planned",
 )  # fmt: skip

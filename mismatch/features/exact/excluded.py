@@ -164,7 +164,7 @@ def excluded(stack: Stack) -> tuple[Excluded, ...]:
     if stack.spec.rollout.engine.engine == "recorded":
         return ()
     return tuple(
-        Excluded(id, *(row[name] for name in TEXTS), certain=row.get("certain", False))
+        Excluded(id=id, **{name: row[name] for name in TEXTS}, certain=row.get("certain", False))
         for id, row in table().items()
         if all(CONDITIONS[name](stack) for name in row["when"])
     )

@@ -125,8 +125,3 @@ def said(result: Exactness) -> str:
     worst = next(pair for pair in pairs if pair.unequal)
     where = "" if worst is pairs[0] else f" ({worst.what})"
     return f"no: {worst.unequal:,} of {worst.n:,} tokens unequal{where}; equal {ends}"
-
-
-def lacks(result: Exactness) -> str:
-    """Return why a run that must be exact is not; "": it is."""
-    return "" if result.word == "exact" else said(result)

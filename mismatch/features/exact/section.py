@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mismatch.features.exact.excluded import Stack, excluded
+from mismatch.features.exact.probe import BatchProbe
 from mismatch.features.exact.results import NO_SETTING, Exactness, Excluded, Pair, said
-from mismatch.reports.formatting import count, line, plural, text
-from mismatch.reports.section import Cell, Column, Section, Table, Tone
+from mismatch.reports.formatting import capital, count, line, plural, text
+from mismatch.reports.section import Cell, Column, Section, Table, Tone, not_tested
 from mismatch.specs import CheckSpec
 from mismatch.types import Report
 
@@ -41,8 +44,42 @@ EXCLUDED = (
 )
 
 
+def whole(result: Exactness, report: Report) -> Exactness:
+    """Return a run's level with what a probe of its batches found."""
+    probe: BatchProbe | None = report.result("batch_probe")
+    return result if probe is None else replace(result, pairs=(*result.pairs, *probe.pairs))
+
+
+def lacks(result: Exactness, report: Report) -> str:
+    """Return why a run that must be exact is not; "": it is."""
+    every = whole(result, report)
+    return "" if every.word == "exact" else said(every)
+
+
+def probed(result: BatchProbe, report: Report) -> Section:
+    """Return the batches of each side, and how many bits depend on them."""
+    off = [pair for pair in result.pairs if pair.unequal]
+    says = "no token depends on its batch"
+    if off:
+        says = "; ".join(f"{pair.what}: {pair.unequal:,} of {pair.n:,} unequal" for pair in off)
+    lead = (
+        f"The same tokens of {plural(result.sequences, 'sequence')} alone, in one batch, and in "
+        "another order. Transformers decodes the tokens of the run, vLLM its likeliest ones."
+    )
+    return Section(
+        "batch-probe",
+        "Batches",
+        lead,
+        sentences=[f"{capital(line(says))}."],
+        tables=[Table.of(PAIRS, result.pairs)],
+        notes=not_tested(result.not_tested),
+        short=says,
+    )
+
+
 def section(result: Exactness, report: Report) -> Section:
     """Return all pairs, then the settings with which they cannot be equal."""
+    result = whole(result, report)
     beside = [pair for pair in result.pairs if pair.scope == "beside"]
     return Section(
         "exact-bits",
