@@ -8,7 +8,7 @@ import numpy as np
 
 from mismatch.analysis.diagnosis.loaded_weights import Difference
 from mismatch.analysis.plugins import RunArtefacts
-from mismatch.facts import SideFacts, replay_of
+from mismatch.facts import replay_of, was_read
 from mismatch.features.exact.excluded import Stack, excluded
 from mismatch.features.exact.results import Exactness, Pair, Place, Scope
 from mismatch.keys import (
@@ -24,7 +24,7 @@ from mismatch.metrics.registry import Array
 from mismatch.specs import CheckSpec
 from mismatch.types import Ints, Rollout, Routing, Scoring
 
-# Passes of the trainer that repeat its own, in words.
+# Passes of the trainer that repeat its first, in words.
 ITSELF = {
     REPEATED: "trainer: repeated",
     REGROUPED: "trainer: regrouped",
@@ -56,11 +56,11 @@ def scorings(run: RunArtefacts) -> Iterator[Pair]:
             yield logprobs(run.rollout, words, train, usable[name], "one side")
     exact, trained = usable.get(Key.of(engine, precision="fp32")), usable.get(TRAINER_FLOAT32)
     if exact is not None and trained is not None:
-        yield logprobs(run.rollout, "both in float32", exact, trained, "beside")
+        yield logprobs(run.rollout, "both in float32", exact, trained, "further")
     for added in usable.values():  # by `mismatch score --name`
         named = added.name not in (decode.name, train.name) and added.key.side != TRAIN
         if named and added.fingerprint.get("mode") == "train":
-            yield logprobs(run.rollout, f"engine / {added.name}", decode, added, "beside")
+            yield logprobs(run.rollout, f"engine / {added.name}", decode, added, "further")
 
 
 def logprobs(rollout: Rollout, what: str, left: Scoring, right: Scoring, scope: Scope) -> Pair:
@@ -125,20 +125,16 @@ def constructed(left: Scoring, right: Scoring) -> str:
     """
     if left.name == right.name:
         return "one scoring, twice"
-    if _was_read(right.fingerprint):
+    if was_read(right.fingerprint):
         return f"{right.name} was read from a file: it may be a copy of {left.name}"
     return ""
-
-
-def _was_read(facts: SideFacts) -> bool:
-    return "file" in facts or "format" in facts or not ("engine" in facts or "backend" in facts)
 
 
 # ---------------------------------------------------------------- routes, distributions, weights
 
 
 def others(run: RunArtefacts) -> Iterator[Pair]:
-    """Yield what engine and trainer both gave beside log-probabilities of the sampled tokens."""
+    """Yield what else both sides gave: experts, whole distributions, weights."""
     left, right = run.decode, run.train
     if left.routing is not None and right.routing is not None:
         yield from routes(run.rollout, left, right, left.routing, right.routing)
@@ -204,6 +200,6 @@ def routes(
     off = np.flatnonzero(wrong.any(axis=1))
     first = place(rollout, int(off[0])) if len(off) else None
     yield Pair(
-        "weights of the experts", left.name, right.name, "sides", "choice", differ.size,
+        "experts' weights", left.name, right.name, "sides", "choice", differ.size,
         int(wrong.sum()), int(apart[~differ].max(initial=0)), "float32", first, reason,
     )  # fmt: skip

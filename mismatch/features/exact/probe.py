@@ -107,7 +107,7 @@ def probe(stages: Stages) -> None:
         asked = replace(spec.rollout, engine=replace(engine, routing=False, prefill=True))
         sides.append(("engine", {"engine": to_dict(replace(asked, exact_kl=0))}, engine.engine))
     if spec.train.scorer != OWN_SCORER:
-        reason = "its micro-batches are its own; --micro-batch-tokens is of mismatch's trainer"
+        reason = "the framework makes its micro-batches itself"
         missing.append(NotTested(f"batches of {spec.train.scorer}", reason))
     else:
         train = replace(spec.train, routing=False, replay_routing=None, replay_source=None)

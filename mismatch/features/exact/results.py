@@ -7,7 +7,7 @@ from typing import Literal
 
 NO_SETTING = "no setting is known that removes it"
 Word = Literal["exact", "not exact", "not proven"]
-Scope = Literal["sides", "one side", "beside"]
+Scope = Literal["sides", "one side", "further"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Pair:
     Attributes:
         what: the pair in words, "engine: decode / prefill".
         left, right: names of the scorings.
-        scope: engine against trainer, one side against itself, or beside the run's own passes;
+        scope: engine against trainer, one side against itself, or further passes;
             only the first two count for the word.
         unit: what is counted in ``n``: "token", "choice" (of experts), "position", "parameter".
         unequal: of these n; ``ulps``: the largest distance in units in the last place of
@@ -95,16 +95,16 @@ class Exactness:
     @property
     def counted(self) -> tuple[Pair, ...]:
         """Pairs that decide the word."""
-        return tuple(pair for pair in self.pairs if pair.scope != "beside")
+        return tuple(pair for pair in self.pairs if pair.scope != "further")
 
     @property
     def word(self) -> Word:
         """Exact: engine and trainer are equal in every token, and so is each with itself."""
-        words = {pair.word for pair in self.counted}
-        if "not exact" in words:
+        if any(pair.unequal for pair in self.counted):
             return "not exact"
         sides = any(pair.scope == "sides" for pair in self.counted)
-        return "exact" if sides and words == {"exact"} else "not proven"
+        proven = sides and all(pair.word == "exact" for pair in self.counted)
+        return "exact" if proven else "not proven"
 
 
 def said(result: Exactness) -> str:

@@ -13,8 +13,8 @@ from mismatch.specs import CheckSpec
 from mismatch.types import Report
 
 LEAD = (
-    "Bits, not levels: how many tokens have unequal log-probabilities. EXACT is a word beside the "
-    "verdict: engine and trainer are bitwise equal in every token, and so is each with itself. "
+    "Bits, not levels: how many tokens have unequal log-probabilities. EXACT is a word next to "
+    "the verdict: engine and trainer are bitwise equal in every token, and so is each with itself. "
     "Numbers that may be copies prove nothing."
 )
 TONES: dict[str, Tone] = {"exact": "healthy", "not exact": "warn", "not proven": "dim"}
@@ -64,7 +64,7 @@ def probed(result: BatchProbe, report: Report) -> Section:
         says = "; ".join(f"{pair.what}: {pair.unequal:,} of {pair.n:,} unequal" for pair in off)
     lead = (
         f"The same tokens of {plural(result.sequences, 'sequence')} alone, in one batch, and in "
-        "another order. Transformers decodes the tokens of the run, vLLM its likeliest ones."
+        "another order. Transformers decodes the tokens of the run, vLLM the likeliest tokens."
     )
     return Section(
         "batch-probe",
@@ -80,13 +80,13 @@ def probed(result: BatchProbe, report: Report) -> Section:
 def section(result: Exactness, report: Report) -> Section:
     """Return all pairs, then the settings with which they cannot be equal."""
     result = whole(result, report)
-    beside = [pair for pair in result.pairs if pair.scope == "beside"]
+    further = [pair for pair in result.pairs if pair.scope == "further"]
     return Section(
         "exact-bits",
         "Exact",
         LEAD,
         sentences=[_sentence(result)],
-        tables=[Table.of(PAIRS, [*result.counted, *result.others, *beside])],
+        tables=[Table.of(PAIRS, [*result.counted, *result.others, *further])],
         parts=[settings(result.excluded)],
         short=said(result),
         first=True,

@@ -362,7 +362,7 @@ def decode_transformers(
 
 
 class Steps:
-    """A visitor that joins what every step shows of its own tokens; attention shows the cache."""
+    """A visitor that joins what every step shows of its new tokens; attention shows the cache."""
 
     def __init__(self) -> None:
         self.parts: dict[str, list[torch.Tensor]] = {}

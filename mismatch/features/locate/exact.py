@@ -207,7 +207,7 @@ def _sentences(result: ExactLocation) -> Iterator[str]:
             if count is not None:
                 yield (
                     f"Of {line(name)} {count:,} of {plural(each.tokens, 'token')} have the bits "
-                    "that the run recorded, in its own batches."
+                    "that the run recorded, in batches of the run."
                 )
 
 
