@@ -74,6 +74,31 @@ def test_a_check_of_the_exact_pair_counts_no_unequal_token(tmp_path: Path, dtype
 
 @pytest.mark.slow
 @pytest.mark.grid
+def test_batches_are_probed_and_a_fix_for_equal_bits_is_counted(tmp_path: Path) -> None:
+    """On this machine's kernels, whatever they do: the counts are those of the scorings."""
+    run = run_check(tmp_path / "run", *TINY, "--batch-probe", "6", "--fix", "exact")
+    run.require_judged()
+    probe = run.report["batch_probe"]
+    assert probe["sequences"] == 6
+    repeated = [pair for pair in probe["pairs"] if pair["what"].endswith("repeated")]
+    assert {pair["left"].split(":")[0] for pair in repeated} == {"engine", "trainer"}
+    assert all(pair["unequal"] == 0 < pair["n"] for pair in repeated)
+    (fix,) = run.report["exact_fixes"]["fixes"]
+    before = pairs_of(run)["engine / trainer"]
+    assert (fix["before"]["unequal"], fix["before"]["n"]) == (before["unequal"], before["n"])
+    sides = [
+        store.load_scoring(run.directory / "fixes" / "exact", name)
+        for name in ("transformers:decode", "fix:exact")
+    ]
+    assert fix["after"]["unequal"] == int((sides[0].logprobs != sides[1].logprobs).sum())
+    assert min(*fix["engine_s"], *fix["trainer_s"]) > 0
+    page = (run.directory / "report.html").read_text()
+    assert 'id="batch-probe"' in page
+    assert 'id="exact-fixes"' in page
+
+
+@pytest.mark.slow
+@pytest.mark.grid
 def test_a_dry_run_says_what_excludes_equal_bits() -> None:
     done = mismatch("check", "--model", "tiny-gpt-oss", "--train-dtype", "fp32", "--dry-run")
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,14 @@ from hypothesis import strategies as st
 
 from mismatch.analysis.comparison import compare
 from mismatch.analysis.plugins import RunArtefacts
-from mismatch.features.exact.excluded import CONDITIONS, Stack, excluded, table
+from mismatch.experiments.fixes.catalogue import chosen_of
+from mismatch.experiments.fixes.planning import with_all
+from mismatch.features.exact.excluded import CONDITIONS, Stack, excluded, planned, table
 from mismatch.features.exact.measure import measure, ulps
-from mismatch.features.exact.results import Exactness, said
-from mismatch.features.exact.section import planned
+from mismatch.features.exact.probe import choose, compared, orders
+from mismatch.features.exact.results import BatchProbe, Exactness, said
+from mismatch.features.exact.section import lacks
+from mismatch.features.exact.worker import every_way, until_parted, with_positions
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, Sampling, TrainSpec
 from mismatch.types import Distributions, Rollout, Routing, Scoring
 from tests.command import mismatch
@@ -234,3 +239,74 @@ def test_a_plan_shows_every_row_before_anything_starts() -> None:
     rows = excluded(Stack.planned(spec))
     assert [row[1].value for row in shown.cells()] == [row.what for row in rows]
     assert "dtypes" in {row.id for row in rows if row.certain}
+
+
+# ---------------------------------------------------------------- batches and fixes
+
+
+def test_a_batch_takes_a_sequence_of_every_prompt_first_and_is_shuffled() -> None:
+    samples = rollout()
+    chosen = choose(samples, 8)
+    assert sorted(samples.prompt_index[chosen].tolist()) == list(range(8))
+    assert len(choose(samples, 100)) == samples.n_sequences
+    for count in range(2, 20):
+        ways = orders(count)
+        assert {tuple(sorted(order)) for order in ways.values()} == {tuple(range(count))}
+        assert ways["shuffled"] != ways["together"] == ways["alone"]
+
+
+def test_every_way_gives_a_sequence_back_under_its_number() -> None:
+    """An engine that adds the place in its batch to the values of one sequence."""
+    sequences = [[n, n + 1, n + 2] for n in range(0, 12, 3)]
+
+    def score(given: list[list[int]]) -> list[np.ndarray]:
+        return [
+            with_positions(1, [ids[1] + 0.5 * place * (ids[0] == 6), ids[2]])
+            for place, ids in enumerate(given)
+        ]
+
+    scores = every_way("prefill", sequences, score)
+    rows = np.arange(4)
+    samples = rollout()
+    pairs = {pair.what: pair for pair in compared("engine", scores, samples, rows)}
+    one, shuffled, again = pairs.values()
+    assert (one.unequal, one.n, again.unequal, again.word) == (1, 8, 0, "exact")
+    moved = orders(4)["shuffled"].index(2) != 2
+    assert shuffled.unequal == int(moved)
+    assert one.first is not None
+    assert (one.first.sequence, one.first.position) == (2, 1)
+
+
+def test_greedy_tokens_count_up_to_the_first_that_parts() -> None:
+    same = np.column_stack((np.arange(4), -np.ones(4), [7, 8, 9, 9]))
+    other = same.copy()
+    other[2:, 2] = [5, 5]
+    cut = until_parted({"decode alone 0": same, "decode together 0": other}, 1)
+    assert {key: len(values) for key, values in cut.items()} == {
+        "decode alone 0": 3,
+        "decode together 0": 3,
+    }
+
+
+def test_a_probe_counts_for_the_word_of_its_run() -> None:
+    result = measured(same(DECODE), same("fsdp"))
+    pair = replace(result.pairs[0], what="batch of 1 / 8", scope="one side")
+    report = SimpleNamespace(result=lambda id: BatchProbe(8, (pair,)))
+    assert lacks(result, report) == ""
+    off = replace(pair, unequal=3)
+    report = SimpleNamespace(result=lambda id: BatchProbe(8, (off,)))
+    assert off.what in lacks(result, report)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm", "sglang"])
+def test_the_fix_sets_what_excludes_equal_bits_and_can_be_set(engine: str) -> None:
+    spec = CheckSpec(
+        rollout=RolloutSpec(engine=EngineSpec(engine=engine, args=(("kv_cache_dtype", "fp8"),))),
+        train=TrainSpec(dtype="fp32", autocast="bf16", head_dtype="fp32", layout="packing"),
+    )
+    fixed = with_all(chosen_of("exact"), spec)
+    left = {row.id for row in excluded(Stack(fixed, False, False, (0, 32)))}
+    assert left <= {
+        "engine-kernels", "decode-shape", "vllm-no-invariance-on-cpu", "vllm-chunked-prefill"
+    }  # fmt: skip
+    assert with_all(chosen_of("exact"), fixed) == fixed

@@ -14,6 +14,8 @@ from mismatch.experiments.fixes.context import context_of
 from mismatch.experiments.fixes.spec_edits import ABSENT, engine_argument
 from mismatch.facts import SideFacts
 from mismatch.features.exact.results import Excluded
+from mismatch.features.exact.section import settings
+from mismatch.reports.section import Section
 from mismatch.specs import OWN_SCORER, CheckSpec
 
 OFF = (ABSENT, None, False, "auto")
@@ -168,3 +170,8 @@ def excluded(stack: Stack) -> tuple[Excluded, ...]:
         for id, row in table().items()
         if all(CONDITIONS[name](stack) for name in row["when"])
     )
+
+
+def planned(spec: CheckSpec) -> Section:
+    """Return what a dry run shows of equal bits."""
+    return settings(excluded(Stack.planned(spec)))

@@ -8,41 +8,26 @@ micro-batch, all in one, and in another order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mismatch.codec import fields_of, from_json, refused, to_json
+from mismatch.codec import from_json, to_json
 from mismatch.errors import EmptyComparison, MismatchError
 from mismatch.features.exact.flags import BATCH_PROBE
 from mismatch.features.exact.measure import ulps
-from mismatch.features.exact.results import Pair, Place
+from mismatch.features.exact.results import FILE, SCHEMA, BatchProbe, Pair, Place
 from mismatch.processes.launch import started
 from mismatch.processes.stages import Stages, engine_command, world_command
 from mismatch.run import manifest, store
-from mismatch.specs import OWN_SCORER, CheckSpec, to_dict
+from mismatch.specs import OWN_SCORER, to_dict
 from mismatch.types import Floats, Ints, NotTested, Rollout
 
 LONGEST = 128  # tokens of a sequence that are scored
-SCHEMA, FILE, FOLDER = "mismatch.batch-probe/1", "batch-probe.json", "batch-probe"
+FOLDER = "batch-probe"
 WORKER = "mismatch.features.exact.worker"
 ALONE, TOGETHER, SHUFFLED, AGAIN = "alone", "together", "shuffled", "again"
-
-
-@dataclass(frozen=True, slots=True)
-class BatchProbe:
-    """What a batch changes.
-
-    Attributes:
-        sequences: of a batch.
-        pairs: of each side: batch of 1 against N, and N against N in another order and repeated.
-    """
-
-    sequences: int
-    pairs: tuple[Pair, ...]
-    not_tested: tuple[NotTested, ...] = ()
 
 
 def choose(rollout: Rollout, count: int) -> Ints:
@@ -189,18 +174,3 @@ def _pair(
             token = int(tokens[position]) if position < len(tokens) else -1
             first = Place(int(rollout.prompt_index[index]), index, position, token)
     return Pair(what, *names, "one side", "token", n, unequal, largest, "float32", first)
-
-
-def of_run(run_dir: Path | str, spec: CheckSpec | None = None) -> BatchProbe | None:
-    """Return what ``--batch-probe`` left in a run; None where it left nothing.
-
-    Raises:
-        MismatchError: it is damaged, or of another version.
-    """
-    if not (Path(run_dir) / FILE).exists():
-        return None
-    document = store.load_document(Path(run_dir), FILE)
-    fields = fields_of(document, SCHEMA, command="mismatch check --batch-probe")
-    page = "docs/how-to/exact.md"
-    with refused(SCHEMA, command="mismatch check --batch-probe", page=page):
-        return from_json(BatchProbe, fields[BATCH_PROBE])

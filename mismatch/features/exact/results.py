@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from mismatch.codec import fields_of, from_json, refused
+from mismatch.run import store
+from mismatch.specs import CheckSpec
+from mismatch.types import NotTested
+
+SCHEMA, FILE = "mismatch.batch-probe/1", "batch-probe.json"
 NO_SETTING = "no setting is known that removes it"
 Word = Literal["exact", "not exact", "not proven"]
 Scope = Literal["sides", "one side", "further"]
@@ -125,3 +132,55 @@ def said(result: Exactness) -> str:
     worst = next(pair for pair in pairs if pair.unequal)
     where = "" if worst is pairs[0] else f" ({worst.what})"
     return f"no: {worst.unequal:,} of {worst.n:,} tokens unequal{where}; equal {ends}"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchProbe:
+    """What a batch changes.
+
+    Attributes:
+        sequences: of a batch.
+        pairs: of each side: batch of 1 against N, and N against N in another order and repeated.
+    """
+
+    sequences: int
+    pairs: tuple[Pair, ...]
+    not_tested: tuple[NotTested, ...] = ()
+
+
+def probe_of_run(run_dir: Path | str, spec: CheckSpec | None = None) -> BatchProbe | None:
+    """Return what ``--batch-probe`` left in a run; None where it left nothing.
+
+    Raises:
+        MismatchError: it is damaged, or of another version.
+    """
+    if not (Path(run_dir) / FILE).exists():
+        return None
+    document = store.load_document(Path(run_dir), FILE)
+    fields = fields_of(document, SCHEMA, command="mismatch check --batch-probe")
+    page = "docs/how-to/exact.md"
+    with refused(SCHEMA, command="mismatch check --batch-probe", page=page):
+        return from_json(BatchProbe, fields["batch_probe"])
+
+
+@dataclass(frozen=True, slots=True)
+class FixBits:
+    """Engine against trainer with one fix.
+
+    Attributes:
+        engine_s, trainer_s: seconds of 1,000 tokens that are sampled, and that are scored, before
+            and after; None where they were not noted, or where the side ran as it was.
+    """
+
+    id: str
+    before: Pair
+    after: Pair
+    engine_s: tuple[float, float] | None
+    trainer_s: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class FixesByBits:
+    """All fixes of a run, those with the fewest unequal bits first."""
+
+    fixes: tuple[FixBits, ...]

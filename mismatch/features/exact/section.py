@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from mismatch.features.exact.excluded import Stack, excluded
-from mismatch.features.exact.probe import BatchProbe
-from mismatch.features.exact.results import NO_SETTING, Exactness, Excluded, Pair, said
-from mismatch.reports.formatting import capital, count, line, plural, text
+from mismatch.features.exact.results import (
+    NO_SETTING,
+    BatchProbe,
+    Exactness,
+    Excluded,
+    FixesByBits,
+    Pair,
+    said,
+)
+from mismatch.reports.formatting import capital, count, line, percent, plural, text, times
 from mismatch.reports.section import Cell, Column, Section, Table, Tone, not_tested
-from mismatch.specs import CheckSpec
 from mismatch.types import Report
 
 LEAD = (
@@ -93,11 +99,6 @@ def section(result: Exactness, report: Report) -> Section:
     )
 
 
-def planned(spec: CheckSpec) -> Section:
-    """Return what a dry run says of equal bits."""
-    return settings(excluded(Stack.planned(spec)))
-
-
 def settings(found: tuple[Excluded, ...]) -> Section:
     """Return the settings that exclude equality in one stack."""
     return Section(
@@ -113,3 +114,47 @@ def _sentence(result: Exactness) -> str:
     equal = [line(pair.what) for pair in result.counted if pair.word == "exact"]
     tail = f" Bitwise equal: {', '.join(equal)}." if equal else ""
     return f"Exact: {said(result)}.{tail}"
+
+
+# ---------------------------------------------------------------- fixes
+
+
+def _count(pair: Pair) -> str:
+    return f"{pair.unequal:,} of {pair.n:,}"
+
+
+def _slower(seconds: tuple[float, float] | None) -> str:
+    if seconds is None or not seconds[0]:
+        return "as it was" if seconds is None else ""
+    return times(seconds[1] / seconds[0])
+
+
+FIXES = (
+    Column("fix", text, of=lambda fix: Cell(fix.id, "code")),
+    Column("unequal before", text, of=lambda fix: _count(fix.before)),
+    Column("unequal after", text, of=lambda fix: Cell(
+        _count(fix.after), "healthy" if fix.after.word == "exact" else "")),
+    Column("engine's time", text, of=lambda fix: _slower(fix.engine_s), detail="of a token"),
+    Column("trainer's time", text, of=lambda fix: _slower(fix.trainer_s), detail="of a token"),
+)  # fmt: skip
+
+
+def fixed(result: FixesByBits, report: Report) -> Section:
+    """Return unequal tokens before and after each fix, with what it costs."""
+    return Section(
+        "exact-fixes",
+        "Unequal bits with each fix",
+        "Engine against trainer. Times are of this run, without starts: after over before.",
+        sentences=[f"{each}." for each in _said_of(result)],
+        tables=[Table.of(FIXES, result.fixes)],
+        short=next(_said_of(result)),
+    )
+
+
+def _said_of(result: FixesByBits) -> Iterator[str]:
+    best = result.fixes[0]
+    share = percent(best.after.unequal / max(1, best.after.n))
+    yield (
+        f"Fewest with {line(best.id)}: {_count(best.after)} tokens ({share}), before "
+        f"{_count(best.before)}"
+    )
