@@ -124,7 +124,9 @@ class ModuleCapture:
             if tokens and value.numel() % tokens == 0
         }
         logits, self._logits = self._logits, []
-        if tokens - 1 <= sum(map(len, logits)) <= tokens:  # a row for each token but the first
+        if (
+            logits and tokens - 1 <= sum(map(len, logits)) <= tokens
+        ):  # a row for each token but the first
             whole[HEAD] = torch.cat(logits)[: tokens - 1].contiguous()
         save_file(whole, Path(path), {KV_COPIES: json.dumps(self._kv_copies)})
         return tokens
