@@ -184,6 +184,15 @@ def known(facts: SideFacts) -> SideFacts:
     return cast(SideFacts, kept)
 
 
+def was_read(facts: SideFacts) -> bool:
+    """Return whether a side's numbers come from a file, so that they may be a copy of the other's.
+
+    >>> was_read({"mode": "train", "code": "verl"}), was_read({"mode": "train", "backend": "fsdp2"})
+    (True, False)
+    """
+    return "file" in facts or "format" in facts or not ("engine" in facts or "backend" in facts)
+
+
 def replay_of(facts: SideFacts) -> str:
     """Say how experts were given to a side, and by which scoring; "" where it chose them.
 

@@ -78,6 +78,8 @@ class Analysis:
     compared."""
     reason: str = ""
     """``reason(result)``: what is said behind the verdict's reason; "": nothing."""
+    lacks: str = ""
+    """``lacks(result, report)``: why ``--require ID`` makes the exit code 1; "": it does not."""
     chapter: str = "more"
     """Id of the chapter of the page that shows the section (``reports/sections``)."""
     of_pairs: bool = False
@@ -122,6 +124,8 @@ class Feature:
     check_step: str = ""
     """Import string of ``step(stages)``, which a check calls once it has its scorings. A
     MismatchError that it raises is reported as not tested."""
+    plan: str = ""
+    """Import string of ``section(spec)``, what a dry run of a check shows of it."""
 
 
 def features() -> tuple[Feature, ...]:

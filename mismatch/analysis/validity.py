@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mismatch.errors import in_list
+from mismatch.facts import was_read
 from mismatch.types import Report
 
 Standing = Literal["proven", "not proven", "refuted"]
@@ -97,13 +98,15 @@ POINTS = (
 def validity(report: Report) -> tuple[Validity, ...]:
     """Return what the checks of a report say of each point.
 
-    Equal bits in every token are no proof: one side's numbers may be a copy of the other's.
+    Equal bits in every token are no proof where a side was read from a file: its numbers may be a
+    copy of the other's.
     """
     status = {check.id: check.status for check in report.checks}
     found = [_judged(point, status) for point in POINTS]
     metrics = report.comparisons[0].metrics if report.comparisons else {}
     largest = metrics.get("logprob_abs_diff_max")
-    if largest is not None and largest.value == 0.0:
+    trainer = report.fingerprints.get(report.comparisons[0].train, {}) if largest else {}
+    if largest is not None and largest.value == 0.0 and was_read(trainer):
         how = "every token has equal bits on both sides: look whether one was copied"
         found.append(Validity("tokens computed twice", "not proven", how=how))
     return tuple(found)

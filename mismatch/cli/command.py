@@ -40,6 +40,10 @@ def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callabl
                 from mismatch.reports.sinks import require_clients
 
                 require_clients(flags["log_to"])
+            if flags.get("require"):
+                from mismatch.cli.output import require_known
+
+                require_known(flags["require"])
             quiet = flags.get("quiet")
             if not quiet and flags.get("format", "text") == "text":
                 return verb(flags)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import FAIL_ON, LEVELS, LOG_TO, NAME_FLAGS, RUN, Flags, Option
+from mismatch.cli.flags import FAIL_ON, LEVELS, LOG_TO, NAME_FLAGS, REQUIRE, RUN, Flags, Option
 from mismatch.cli.options import CONFIG
 from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT, Range
@@ -29,7 +29,7 @@ SIDES = (
 )
 
 
-@with_flags(RUN, OTHER_RUN, AGAINST, SIDES, FAIL_ON, LEVELS, NAME_FLAGS, LOG_TO, CONFIG)
+@with_flags(RUN, OTHER_RUN, AGAINST, SIDES, FAIL_ON, REQUIRE, LEVELS, NAME_FLAGS, LOG_TO, CONFIG)
 def compare(flags: Flags) -> int:
     """Compare a run again, or any two scorings of the same tokens.
 
@@ -56,7 +56,8 @@ def compare(flags: Flags) -> int:
     run, levels = flags["run"], session.levels(flags)
     if flags["against"] is not None:
         old, usage = flags["against"], "mismatch compare NEW --against OLD"
-        clash = [name for name in ("other", "left", "right", "names", "log_to") if flags[name]]
+        whole = ("other", "left", "right", "names", "log_to", "require")
+        clash = [name for name in whole if flags[name]]
         if clash:
             fault = f"--against compares two whole runs: {', '.join(clash)} has no place in it"
             raise MismatchError(fault, usage)

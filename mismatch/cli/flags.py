@@ -259,6 +259,12 @@ LOG_TO = Option(
     "Send the numbers to wandb, tensorboard, mlflow or trackio; with --names also under those "
     "names, if the number is the same; repeatable.",
 )
+REQUIRE = Option(
+    "require",
+    list[str] | None,
+    OUTPUT,
+    "Exit with 1 unless the run also is this: exact (equal bits); repeatable.",
+)
 FAIL_ON = Option(
     "fail_on",
     Literal["tolerable", "inconclusive", "unfit", "broken"] | None,

@@ -9,7 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from mismatch.cli.configuration import configurations
-from mismatch.cli.flags import FAIL_ON, JSON, LEVELS, LOG_TO, NAME_FLAGS, Option, flags_of, switch
+from mismatch.cli.flags import (
+    FAIL_ON,
+    JSON,
+    LEVELS,
+    LOG_TO,
+    NAME_FLAGS,
+    REQUIRE,
+    Option,
+    flags_of,
+    switch,
+)
 from mismatch.engines.registry import startable_engines
 from mismatch.plugins import features, load
 from mismatch.specs import (
@@ -109,7 +119,7 @@ CONFIG_HELP = "TOML file of flags (same names); flags given here override it."
 CONFIG = Option("config", Path | None, OUTPUT, CONFIG_HELP)
 # Flags of a check that say nothing of what is run.
 AROUND = (
-    *(LEVELS, *NAME_FLAGS, LOG_TO, FAIL_ON, *NEW_RUN, TRUST_RUN),
+    *(LEVELS, *NAME_FLAGS, LOG_TO, FAIL_ON, REQUIRE, *NEW_RUN, TRUST_RUN),
     *(DRY_RUN, GPUS, PLAN_JSON, FORCE, CONFIG),
 )
 CHECK = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import typer
 from rich.console import Console
 
 from mismatch.analysis.levels import exit_code, fails_on
+from mismatch.analysis.plugins import analyses
 from mismatch.cli.flags import Flags
+from mismatch.errors import MismatchError
 from mismatch.plugins import load
 from mismatch.reports import files, markdown, terminal
 from mismatch.reports.files import write_page
@@ -44,6 +46,9 @@ def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool =
     quick = bool(report.run.get("spec", {}).get("quick"))
     gate = fails_on(flags["fail_on"], quick)
     code: int = exit_code(report.verdict, gate, report.checks)
+    for reason in lacking(report, flags.get("require") or ()):
+        code = code or 1
+        print(f"required: {plain_lines(reason)}", file=sys.stderr)
     details = bool(flags.get("details"))
     writers = {
         "json": lambda: files.to_json(report),
@@ -53,6 +58,29 @@ def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool =
     }
     _show(lambda: page(report, framework=framework), run_dir, flags, writers)
     return code
+
+
+def require_known(names: Iterable[str]) -> None:
+    """Refuse what no analysis can be asked for.
+
+    Raises:
+        MismatchError: with the names that there are.
+    """
+    known = [each.id for each in analyses() if each.lacks]
+    for name in names:
+        if name not in known:
+            fault = f"--require {name}: nothing of that name is measured"
+            raise MismatchError(fault, f"use one of {', '.join(known)}" if known else "")
+
+
+def lacking(report: Report, names: Iterable[str]) -> Iterator[str]:
+    """Yield why a report is not what ``--require`` asks for."""
+    require_known(names)
+    for analysis in (each for each in analyses() if each.id in names):
+        result = report.result(analysis.id)
+        why = "it was not measured" if result is None else analysis.call("lacks", result, report)
+        if why:
+            yield f"{analysis.id}: {why}"
 
 
 def conclude_page(

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from mismatch.cli.command import with_flags
-from mismatch.cli.flags import FAIL_ON, LOG_TO, NAME_FLAGS, Flags, Option
+from mismatch.cli.flags import FAIL_ON, LOG_TO, NAME_FLAGS, REQUIRE, Flags, Option
 from mismatch.errors import MismatchError
 from mismatch.specs import OUTPUT
 
 RUNS = Option("runs", list[Path] | None, "", "Run directory, or several.", argument=True)
 SEVERAL = (Option("out", Path | None, OUTPUT, "Directory for the page of several runs."),)
-OF_ONE = ("names", "log_to", "fail_on")  # flags of one run's report
+OF_ONE = ("names", "log_to", "fail_on", "require")  # flags of one run's report
 USE = "mismatch report RUN, or mismatch report A B C"
 
 
-@with_flags(RUNS, SEVERAL, NAME_FLAGS, LOG_TO, FAIL_ON)
+@with_flags(RUNS, SEVERAL, NAME_FLAGS, LOG_TO, FAIL_ON, REQUIRE)
 def report(flags: Flags) -> int:
     """Print the report of a run and write its HTML and Markdown again, or show several runs.
 

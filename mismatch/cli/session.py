@@ -26,6 +26,7 @@ from mismatch.doctor.fit import warnings_of
 from mismatch.doctor.plan import IN_FLOAT32, Memory, cheaper, memory_of, plan
 from mismatch.engines.servers.address import KEY_VARIABLE, parse_address, unprotected
 from mismatch.errors import MismatchError
+from mismatch.plugins import features, load
 from mismatch.processes.launch import own_python
 from mismatch.processes.stages import Room
 from mismatch.reports.formatting import plain_lines
@@ -213,7 +214,8 @@ def dry_run(spec: CheckSpec, gpus: str | None = None, as_json: bool = False) -> 
     if as_json:
         typer.echo(json.dumps(planned.to_dict(), indent=2))
     else:
-        print_plan(planned, Console())
+        shown = [load(feature.plan)(spec) for feature in features() if feature.plan]
+        print_plan(planned, Console(), shown)
     if spec.fixes and not as_json:
         from mismatch.experiments.fixes.context import context_of
         from mismatch.experiments.fixes.planning import plan_fixes

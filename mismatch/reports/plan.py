@@ -20,8 +20,12 @@ LEVELS: dict[str, Tone] = {"fits": "healthy", "tight": "warn", "does not fit": "
 MEMORY = ("side", "needed", "there", "", "at its highest")
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Print a dry run; its first line, and the last, say whether it fits, the first how long."""
+def print_plan(plan: Plan, console: Console, more: Iterable[Section] = ()) -> None:
+    """Print a dry run; its first line, and the last, say whether it fits, the first how long.
+
+    Args:
+        more: what features say of it.
+    """
     total = plural(math.ceil(plan.time.seconds / 60), "minute")
     fits = "it fits" if plan.fits else "it does not fit: see the warnings"
     first = f"{fits}, about {total}" if plan.time.stages and plan.fits else fits
@@ -50,6 +54,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         Section("memory", f"memory per {device}", tables=[memory]),
         *(Section(fit.side, f"{fit.side}, at its highest", tables=[parts(fit)]) for fit in largest),
         Section("assumed", "assumed", notes=(*plan.notes, *plan.time.notes)),
+        *more,
         Section("warnings", "warnings", warnings=plan.warnings),
     )
     say(console, "")

@@ -66,6 +66,8 @@ class Scorer(nn.Module):
         self.decoder_config = model.config.get_text_config()
         self.moe = moe_layers(self.decoder)
         self.sparse = key_layers(self.decoder)
+        self.show_logits: Callable[[torch.Tensor], None] | None = None
+        """Called with the logits of every chunk, as the log-softmax takes them."""
 
     @property
     def decoder(self) -> nn.Module:
@@ -115,7 +117,7 @@ class Scorer(nn.Module):
             stats = token_stats(
                 hidden.reshape(-1, hidden.shape[-1])[predicting],
                 targets,
-                self._head(options),
+                self._shown(self._head(options)),
                 int(self.model.get_output_embeddings().weight.shape[0]),
                 options.sampling,
                 rounding=options.rounding,
@@ -186,6 +188,18 @@ class Scorer(nn.Module):
             "packed documents would leak",
             "use --layout padding",
         )
+
+    def _shown(self, head: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        show = self.show_logits
+        if show is None:
+            return head
+
+        def shown(hidden: torch.Tensor) -> torch.Tensor:
+            logits = head(hidden)
+            show(logits)
+            return logits
+
+        return shown
 
     def _head(self, options: ForwardOptions) -> Any:
         """Hidden states [c, H] to logits [c, V], as the family's own forward ends."""

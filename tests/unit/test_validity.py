@@ -57,6 +57,9 @@ def test_equal_bits_in_every_token_are_no_proof_of_two_computations() -> None:
     first = report.comparisons[0]
     largest = replace(first.metrics["k3_kl"], value=0.0)
     same = replace(first, metrics={**first.metrics, "logprob_abs_diff_max": largest})
-    copied = replace(report, comparisons=(same, *report.comparisons[1:]))
+    computed = replace(report, comparisons=(same, *report.comparisons[1:]))
+    assert "tokens computed twice" not in standings(computed)
+    facts = {**report.fingerprints, first.train: {"mode": "train", "code": "their own trainer"}}
+    copied = replace(computed, fingerprints=facts)
     assert standings(copied)["tokens computed twice"] == "not proven"
     assert "tokens computed twice" not in standings(report)

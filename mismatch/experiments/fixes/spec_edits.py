@@ -7,10 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from mismatch.errors import MismatchError
+from mismatch.run.machine import local_gpus
 from mismatch.specs import AS_STORED, ROUNDED_FORMS, CheckSpec
 
 Change = Callable[[CheckSpec, str], CheckSpec]
 ABSENT = object()
+INVARIANT = (("VLLM_BATCH_INVARIANT", "1"), ("VLLM_USE_FLASHINFER_SAMPLER", "0"))
+# Arguments with which an engine's numbers depend least on batches, docs/how-to/exact.md.
+EXACT: dict[str, dict[str, Any]] = {
+    "transformers": {"attention": "eager"},
+    "vllm": {"enable_prefix_caching": False, "enforce_eager": True},
+    "sglang": {"enable_deterministic_inference": True, "disable_radix_cache": True},
+}
 FEW = 24  # prompts that `regenerate` samples again
 
 
@@ -87,6 +95,22 @@ def _sampled_again(spec: CheckSpec, value: str) -> CheckSpec:
     return replace(spec, rollout=replace(rollout, prompts=prompts, sampling=sampling))
 
 
+def _exact(spec: CheckSpec, value: str) -> CheckSpec:
+    """Set what a stack can set for equal bits: one dtype, one sequence at a time, no caches."""
+    engine = spec.rollout.engine
+    for name, setting in EXACT.get(engine.engine, {}).items():
+        spec = with_argument(spec, name, setting)
+    if engine.engine == "vllm" and local_gpus():  # on a CPU they crash
+        kept = [pair for pair in engine.env if pair[0] not in dict(INVARIANT)]
+        spec = on_engine(spec, env=(*kept, *INVARIANT))
+    spec = without_arguments(spec, "kv_cache_dtype", "calculate_kv_scales", "quantization")
+    plain = dict.fromkeys(("autocast", "head_dtype", "router_dtype", "logprobs_dtype"))
+    attention = "eager" if engine.engine == "transformers" else spec.train.attention
+    alone = {"micro_batch_tokens": 1, "layout": "padding", "sequence_parallel": 1}
+    fields = {"dtype": engine.dtype, "temperature_in": "fp32", "attention": attention}
+    return on_trainer(spec, **plain, **alone, **fields)
+
+
 CHANGES: dict[str, Change] = {
     "replay": _replay,
     "micro_batch": _micro_batch,
@@ -94,4 +118,5 @@ CHANGES: dict[str, Change] = {
     "head_in_fp32": _head_in_fp32,
     "full_weights": _full_weights,
     "sampled_again": _sampled_again,
+    "exact": _exact,
 }

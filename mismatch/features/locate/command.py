@@ -22,10 +22,13 @@ FLAGS = (
         range=Range(2, MANY),
     ),
 )
+EXACT = switch(
+    "exact", WHAT, "Compare both sides' modules by their bits, and name the first unequal one."
+)
 DETAILS = switch("details", OUTPUT, "Every module of every layer.")
 
 
-@with_flags(RUN, FLAGS, DETAILS, JSON, TRUST_RUN)
+@with_flags(RUN, FLAGS, EXACT, DETAILS, JSON, TRUST_RUN)
 def locate(flags: Flags) -> int:
     """Name the first module where a side of a run differs from float32.
 
@@ -35,13 +38,17 @@ def locate(flags: Flags) -> int:
     Exit code 0: no source. 1: a source was found, or a side is off without a source. 2: nothing
     was recorded.
 
+    With --exact: 0: all modules of engine and trainer are bitwise equal. 1: one is not.
+
     Examples:
     mismatch locate runs/A
     mismatch locate runs/A --sequences 16 --details
+    mismatch locate runs/A --exact
     """
     from mismatch.cli import output, session
+    from mismatch.features.locate import exact
     from mismatch.features.locate.judge import judge, to_document
-    from mismatch.features.locate.recording import locate_in
+    from mismatch.features.locate.recording import locate_exact, locate_in
     from mismatch.features.locate.section import section
     from mismatch.pipeline.saved_runs import load_report
     from mismatch.reports.files import write_report
@@ -54,6 +61,14 @@ def locate(flags: Flags) -> int:
     require_trust(run, spec, flags["trust_run"] or is_own(run))
     narrator = session.narrator(silent=flags["as_json"])
     size = {"sequences": flags["sequences"], "tokens": flags["max_sequence_tokens"]}
+    if flags["exact"]:
+        with at_work(run, "locate", spec, session.command()):
+            found = locate_exact(run, spec, narrator, **size)
+        if (run / "report.json").exists():
+            write_report(run, load_report(run).with_analyses(locate_exact=found),
+                         store.load_tokens(run))  # fmt: skip
+        ending = exact.judge(found), exact.to_document(found), run, exact.FILE, flags
+        return output.conclude_alone(exact.section(found), *ending)
     with at_work(run, "locate", spec, session.command()):
         location = locate_in(run, spec, narrator, **size)
     if (run / "report.json").exists():

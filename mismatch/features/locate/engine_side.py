@@ -9,7 +9,8 @@ another and adds what is not added up yet.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mismatch.errors import MismatchError
+from mismatch.features.locate.bits import Logits
+from mismatch.features.locate.exact import HEAD
 from mismatch.models.layer_parts import LAYERS, child, final_norm, has_rope, parts_of
 
 GATES = ("router", "gate")
@@ -33,14 +36,20 @@ KV_COPIES = "kv_copies"  # in a file's metadata: layer -> ranks that have the sa
 # ---------------------------------------------------------------- in the engine's process
 
 
-def start(model: Any) -> str:
-    """Record what every module gives from now on; return why that is impossible, or ""."""
+def start(model: Any, head: bool = False) -> str:
+    """Record what every module gives from now on; return why that is impossible, or "".
+
+    Args:
+        head: the logits too.
+    """
     capture = ModuleCapture()
     setattr(model, CAPTURE, capture)
     if any(type(module).__name__ == "PPMissingLayer" for module in model.modules()):
         return "a pipeline stage holds some layers only"
     try:
         capture.watch(model)
+        if head:
+            capture.watch_head(model)
     except (AttributeError, LookupError) as error:
         stop(model)
         return f"the layers of {type(model).__name__} are put together otherwise: {error}"
@@ -71,6 +80,7 @@ class ModuleCapture:
         self._turned = True  # queries and keys, by anything
         self._number = 0  # of the layer at work
         self._kv_copies: dict[int, int] = {}
+        self._logits: list[torch.Tensor] = []
 
     def watch(self, model: Any) -> None:
         """Put hooks on every layer.
@@ -92,6 +102,17 @@ class ModuleCapture:
             self._layer(number, layer)
         self._norm(final_norm(decoder), f"{len(layers) - 1}.residual", "final_norm")
 
+    def watch_head(self, model: Any) -> None:
+        """Put a hook on what makes the logits."""
+
+        def keep(out: Any) -> None:
+            if torch.is_tensor(out) and len(out) > 1:  # one row: what is sampled next
+                self._logits.append(out.detach().to("cpu", copy=True))
+
+        for module in model.modules():
+            if type(module).__name__ == "LogitsProcessor":
+                self._after(module, keep)
+
     def take(self, path: str) -> int:
         """Write what was seen to a safetensors file; return how many tokens it has."""
         joined = {key: torch.cat(parts) for key, parts in self.parts.items()}
@@ -102,6 +123,11 @@ class ModuleCapture:
             for key, value in joined.items()
             if tokens and value.numel() % tokens == 0
         }
+        logits, self._logits = self._logits, []
+        if (
+            logits and tokens - 1 <= sum(map(len, logits)) <= tokens
+        ):  # a row for each token but the first
+            whole[HEAD] = torch.cat(logits)[: tokens - 1].contiguous()
         save_file(whole, Path(path), {KV_COPIES: json.dumps(self._kv_copies)})
         return tokens
 
@@ -245,9 +271,17 @@ def _whole(site: str, parts: list[torch.Tensor], kv_copies: int) -> torch.Tensor
 
 
 def record(
-    engine: Any, sequences: list[list[int]], starts: list[int], temperature: float, folder: Path
+    engine: Any,
+    sequences: list[list[int]],
+    starts: list[int],
+    temperature: float,
+    folder: Path,
+    head: bool = False,
 ) -> list[Any]:
     """Score sequences one by one, as ``prefill`` does, and leave ``N.safetensors`` of each.
+
+    Args:
+        head: leave the logits too, a row for every token but the first.
 
     Returns:
         The log-probabilities of each sequence from its start on.
@@ -256,7 +290,7 @@ def record(
         MismatchError: a model whose modules cannot be recorded, or a sequence that was recorded
             in part.
     """
-    obstacle = next(filter(None, engine._call(CALL, f"{__name__}:start")), "")
+    obstacle = next(filter(None, engine._call(CALL, f"{__name__}:start", head)), "")
     if obstacle:
         raise MismatchError(f"{engine.name}: {obstacle}", "the other sides can still be located")
     scores = []
@@ -276,7 +310,12 @@ def record(
 
 
 def record_transformers(
-    engine: Any, sequences: list[list[int]], starts: list[int], temperature: float, folder: Path
+    engine: Any,
+    sequences: list[list[int]],
+    starts: list[int],
+    temperature: float,
+    folder: Path,
+    head: bool = False,
 ) -> list[Any]:
     """Do the same with transformers, whose modules are the trainer's.
 
@@ -285,16 +324,74 @@ def record_transformers(
     """
     from mismatch.models.boundaries import Boundaries, Recorder
 
-    model = engine.model
-    decoder = model.get_decoder()
-    decoder = model.model if decoder is model else decoder
     scores = []
     for number, (ids, first) in enumerate(zip(sequences, starts, strict=True)):
-        recorder = Recorder()
-        with Boundaries(decoder, recorder).shown():
+        recorder, logits = Recorder(), Logits()
+        with Boundaries(_decoder(engine.model), recorder).shown(), _logits(engine.model, logits):
             scores += engine.prefill([ids], [first], temperature, lambda *done: None)
-        save_file(recorder.values, folder / f"{number}.safetensors")
+        shown = {HEAD: logits.whole()[:-1]} if head else {}
+        save_file(recorder.values | shown, folder / f"{number}.safetensors")
     return scores
 
 
+def decode_transformers(
+    engine: Any, sequences: list[list[int]], starts: list[int], temperature: float, folder: Path
+) -> list[Any]:
+    """Do the same as sampling does, with these tokens: the prompt, then one at a time, cached."""
+    from transformers import DynamicCache
+
+    from mismatch.models.boundaries import Boundaries
+
+    model, scores = engine.model, []
+    for number, (ids, first) in enumerate(zip(sequences, starts, strict=True)):
+        steps, logits = Steps(), Logits()
+        cache: Any = DynamicCache(config=model.config)
+        given = torch.tensor([ids], device=engine.device)
+        with (
+            torch.inference_mode(),
+            Boundaries(_decoder(model), steps).shown(),
+            _logits(model, logits),
+        ):
+            for part in (given[:, :first], *torch.split(given[:, first:-1], 1, dim=1)):
+                steps.tokens = part.shape[1]
+                model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        rows = logits.whole()
+        values = (rows.float() / (temperature or 1.0)).log_softmax(-1)
+        targets = torch.tensor(ids[first:])[:, None]
+        scores.append(values.gather(1, targets)[:, 0].double().numpy())
+        save_file(steps.joined() | {HEAD: rows}, folder / f"{number}.safetensors")
+    return scores
+
+
+class Steps:
+    """A visitor that joins what every step shows of its new tokens; attention shows the cache."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[torch.Tensor]] = {}
+        self.tokens = 0  # of the step at work
+
+    def __call__(self, key: str, value: torch.Tensor) -> None:
+        new = value[-self.tokens :].detach().to("cpu", copy=True)
+        self.parts.setdefault(key, []).append(new)
+
+    def joined(self) -> dict[str, torch.Tensor]:
+        """Return every site in the order of its tokens."""
+        return {key: torch.cat(parts) for key, parts in self.parts.items()}
+
+
+def _decoder(model: Any) -> Any:
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder
+
+
+@contextmanager
+def _logits(model: Any, keep: Logits) -> Iterator[None]:
+    handle = model.register_forward_hook(lambda module, args, out: keep(out.logits))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+DECODE = {"transformers": decode_transformers}  # engines that can be given the tokens
 RECORD = {"vllm": record, "sglang": record, "transformers": record_transformers}

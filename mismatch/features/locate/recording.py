@@ -19,6 +19,8 @@ from mismatch.codec import from_json, to_json
 from mismatch.doctor.plan import Memory, memory_of
 from mismatch.errors import MismatchError
 from mismatch.experiments.scoring_passes import float32_engine, training_passes
+from mismatch.features.locate import exact
+from mismatch.features.locate.exact import Compared, ExactLocation
 from mismatch.features.locate.judge import FILE, SCHEMA, to_document
 from mismatch.features.locate.kinds import fault_of, kind_of
 from mismatch.features.locate.plan import (
@@ -39,12 +41,13 @@ from mismatch.processes.launch import EXACT, finish, started
 from mismatch.processes.stages import Narrator, engine_command
 from mismatch.run import store
 from mismatch.run.machine import local_gpus, placement, visible_as
-from mismatch.specs import CheckSpec, Dtype, TrainSpec, portable, to_dict
-from mismatch.types import NotTested, Rollout
+from mismatch.specs import OWN_SCORER, CheckSpec, Dtype, TrainSpec, portable, to_dict
+from mismatch.types import Floats, NotTested, Rollout
 
 WORKER = "mismatch.features.locate.worker"
 PLACE = "locate"  # scratch in the run directory; gone at the end
 ENGINE, PASSES = "locate-engine", "locate"
+NO_PLAIN = "no plain forward computes in its precision"
 
 
 def locate_in(
@@ -139,6 +142,52 @@ def locate_in(
     return location
 
 
+def locate_exact(
+    run_dir: Path, spec: CheckSpec, narrator: Narrator, *, sequences: int = 8, tokens: int = 512
+) -> ExactLocation:
+    """Compare a run's engine and trainer module by module by bits; leave ``locate-exact.json``.
+
+    The caller holds the run directory. Arguments: see :func:`locate_in`.
+
+    Raises:
+        MismatchError: the modules of a side cannot be recorded.
+    """
+    place, rollout = run_dir / PLACE, store.load_rollout(run_dir)
+    engine, delta = spec.rollout.engine.engine, None
+    present = set(store.scoring_names(run_dir))
+    if present.issuperset(names := (Key.of(engine, "decode"), TRAIN)):
+        sampled, trained = (store.load_scoring(run_dir, name).logprobs for name in names)
+        delta = trained - sampled
+    chosen = select(rollout, delta, sequences, tokens)
+    work = _Recording(run_dir, spec, narrator, chosen, exact=True)
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    try:
+        if isinstance(unseen := work.engine(), NotTested) and unseen.reason != NO_PLAIN:
+            raise MismatchError(f"{unseen.what}: {unseen.reason}", unseen.how)
+        sides = [Key.of(engine, kind) for kind in ("prefill", "decode")]
+        phases = from_json(list[Compared], work.bits(sides)["phases"])
+        phases = [
+            replace(each, as_run=(work.same(each.engine, rollout), work.same(TRAIN, rollout)))
+            for each in phases
+        ]
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    missing = []
+    if {each.phase for each in phases} != {"prefill", "decode"}:
+        reason = f"{engine} cannot be given the tokens that it decodes"
+        missing.append(NotTested(f"modules of {engine} while it decodes", reason))
+    if spec.train.scorer != OWN_SCORER:
+        reason = "mismatch's own trainer ran with its settings; its modules show no hooks"
+        missing.append(NotTested(f"modules of {spec.train.scorer}'s own code", reason))
+    found = ExactLocation(Path(spec.train.model).name, chosen, tuple(phases), tuple(missing))
+    inputs = (store.ROLLOUT, *(store.scoring_file(name) for name in present))
+    store.save_document(
+        run_dir, exact.FILE, exact.to_document(found), schema=exact.SCHEMA, inputs=inputs
+    )
+    return found
+
+
 def fields_of(train: TrainSpec) -> tuple[str, ...]:
     """Return the names that the model's config.json sets; () where there is none to be read."""
     with suppress(MismatchError):
@@ -157,6 +206,7 @@ class _Recording:
     narrator: Narrator
     sequences: tuple[Sequence, ...]
     end: float = math.inf
+    exact: bool = False
 
     def engine(self) -> Dtype | NotTested:
         """Return what the engine computed in, or why it could not be recorded."""
@@ -177,7 +227,7 @@ class _Recording:
             return NotTested(what, error.message, error.fix)
         folder = side_folder(self.run_dir / PLACE, Key.of(name, "prefill"))
         dtype = dtype_of(store.read_json(folder / "facts.json"))
-        return dtype or NotTested(what, "no plain forward computes in its precision")
+        return dtype or NotTested(what, NO_PLAIN)
 
     def passes(self, engine_dtype: Dtype | None, alike: bool) -> dict[str, Any]:
         """Return what the worker found in the trainer, and in the engine's recording if any."""
@@ -190,12 +240,21 @@ class _Recording:
             sides.insert(0, {"name": name, "role": "engine", "dtype": engine_dtype})
         passes = passes_of(train, {precision, engine_dtype or precision})
         named = [{"name": pass_.name, "spec": to_dict(pass_.spec)} for pass_ in passes]
-        job = self._job(PASSES, {"passes": named, "sides": sides, "alike": alike})
+        return self._compared({"passes": named, "sides": sides, "alike": alike})
+
+    def bits(self, sides: list[Key]) -> dict[str, Any]:
+        """Return what the worker found of the engine's recordings and the trainer by bits."""
+        trainer = passes_of(self.spec.train, set())[0]
+        named = [{"name": trainer.name, "spec": to_dict(trainer.spec)}]
+        return self._compared({"passes": named, "sides": sides})
+
+    def _compared(self, asked: dict[str, Any]) -> dict[str, Any]:
+        job = self._job(PASSES, asked)
         threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))
         env = {"OMP_NUM_THREADS": threads, **EXACT}
         env |= visible_as(placement(self.spec, local_gpus()).trainer[:1])
         command = [sys.executable, "-m", WORKER, str(job)]
-        self._run(PASSES, command, env, "trainer and float32")
+        self._run(PASSES, command, env, "trainer" if self.exact else "trainer and float32")
         result: dict[str, Any] = store.read_json(self.run_dir / PLACE / "sides.json")
         return result
 
@@ -208,15 +267,25 @@ class _Recording:
         if name is None or not rollout.sampling.plain:  # recorded with other probabilities
             return None
         own = store.load_scoring(self.run_dir, name).logprobs[actions_of(rollout, self.sequences)]
-        folder = side_folder(self.run_dir / PLACE, side.name)
-        here = [np.load(folder / f"{n}.npy") for n in range(len(self.sequences))]
-        return float(np.abs(np.concatenate(here) - own).mean())
+        return float(np.abs(self._recorded(side.name) - own).mean())
+
+    def same(self, name: str, rollout: Rollout) -> int | None:
+        """Return how many tokens have the bits that the run holds; None: it holds none."""
+        if name not in store.scoring_names(self.run_dir) or not rollout.sampling.plain:
+            return None
+        own = store.load_scoring(self.run_dir, name).logprobs[actions_of(rollout, self.sequences)]
+        return int((self._recorded(name) == own).sum())
+
+    def _recorded(self, side: str) -> Floats:
+        folder = side_folder(self.run_dir / PLACE, side)
+        return np.concatenate([np.load(folder / f"{n}.npy") for n in range(len(self.sequences))])
 
     def _job(self, label: str, asked: dict[str, Any]) -> Path:
         asked |= {
             "run_dir": str(self.run_dir),
             "place": str(self.run_dir / PLACE),
             "label": label,
+            "exact": self.exact,
             "sequences": to_json(self.sequences),
         }
         return store.write_json(self.run_dir / "jobs" / f"{label}.json", asked)

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mismatch.features.locate.bits import logits_of
 from mismatch.features.locate.errors import BEYOND, BySite, Forms, Sums, form_of, site_errors
 from mismatch.features.locate.judge import explained, groups_of, moved, removed, with_first
 from mismatch.features.locate.plan import side_folder
@@ -73,12 +74,18 @@ class Forward:
         result: np.ndarray = values[0].double().cpu().numpy()
         return result
 
-    def record(self, folder: Path, number: int) -> np.ndarray:
-        """Leave every boundary of a sequence; return its log-probabilities [A]."""
+    def record(self, folder: Path, number: int, head: bool = False) -> np.ndarray:
+        """Leave every boundary of a sequence; return its log-probabilities [A].
+
+        Args:
+            head: leave the logits too.
+        """
         recorder = Recorder()
-        values = self.logprobs(number, recorder)
+        with logits_of(self.loaded.scorer) as logits:
+            values = self.logprobs(number, recorder)
         np.save(folder / f"{number}.npy", values)
-        save_file(recorder.values, folder / f"{number}.safetensors")
+        shown = recorder.values | (logits.joined() if head else {})
+        save_file(shown, folder / f"{number}.safetensors")
         return values
 
     def answer(self, directory: Path, side: str) -> None:

@@ -9,7 +9,9 @@ JOB.json: ``{"run_dir": RUN, "place": SCRATCH, "label": …, "sequences": […]}
 ``"alike"``, whether modules that round otherwise are sources.
 Every side leaves ``SCRATCH/SIDE/N.safetensors`` and ``N.npy`` (log-probabilities) of
 sequence N, and the plain forward in its dtype ``SCRATCH/SIDE-plain``, on the side's inputs; the
-second process leaves ``SCRATCH/sides.json``.
+second process leaves ``SCRATCH/sides.json``. With ``"exact": true`` the logits are recorded too,
+and the engine's decoding if it can be given the tokens; ``"passes"`` is the trainer alone, and
+``"sides"`` are names of what is compared with it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from mismatch.processes.workers.engine import reported
 from mismatch.run import store
 from mismatch.run.messages import PROGRESS, exit_worker, report_ready, say
 from mismatch.specs import Pass, RolloutSpec, TrainSpec
-from mismatch.types import Rollout
+from mismatch.types import Bools, Rollout
 
 
 def main(arguments: list[str]) -> int:
@@ -41,7 +43,8 @@ def main(arguments: list[str]) -> int:
     def recorded() -> None:
         sequences = [from_json(Sequence, entry) for entry in job["sequences"]]
         rollout = part_of(store.load_rollout(job["run_dir"]), sequences)
-        record_engine(job, rollout) if "spec" in job else run_passes(job, rollout)
+        passes = compare_bits if job.get("exact") else run_passes
+        record_engine(job, rollout) if "spec" in job else passes(job, rollout)
 
     return reported(Path(job["run_dir"]), job["label"], recorded, side="recording of modules")
 
@@ -52,22 +55,77 @@ def record_engine(job: dict[str, Any], rollout: Rollout) -> None:
     Raises:
         MismatchError: an engine whose modules cannot be recorded, or that cannot start.
     """
-    from mismatch.features.locate.engine_side import RECORD
+    from mismatch.features.locate.engine_side import DECODE, RECORD
 
+    exact = bool(job.get("exact"))
     spec = from_json(RolloutSpec, job["spec"])
     name, sampling = spec.engine.engine, spec.sampling
     longest = int(np.diff(rollout.offsets).max())
-    folder = side_folder(job["place"], Key.of(name, "prefill"))
     sequences = [ids.tolist() for ids in rollout.sequences()]
     masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
     starts = [int(np.flatnonzero(mask)[0]) for mask in masks]
+    asked = sequences, starts, sampling.temperature
+    folders = {
+        kind: side_folder(job["place"], Key.of(name, kind)) for kind in ("prefill", "decode")
+    }
+    scores: dict[str, list[Any]] = {}
     with engine_class(name)(in_form(with_adapter_way(spec.engine)), sampling, longest) as engine:
         report_ready()
-        scores = RECORD[name](engine, sequences, starts, sampling.temperature, folder)
+        scores["prefill"] = RECORD[name](engine, *asked, folders["prefill"], exact)
+        if exact and name in DECODE:
+            scores["decode"] = DECODE[name](engine, *asked, folders["decode"])
         facts = engine.fingerprint("prefill")
-    for number, (values, mask, start) in enumerate(zip(scores, masks, starts, strict=True)):
-        np.save(folder / f"{number}.npy", np.asarray(values)[mask[start:]])
-    store.write_json(folder / "facts.json", facts)
+    for kind, values in scores.items():
+        for number, (mask, start) in enumerate(zip(masks, starts, strict=True)):
+            np.save(folders[kind] / f"{number}.npy", np.asarray(values[number])[mask[start:]])
+            if exact:
+                keep_actions(folders[kind] / f"{number}.safetensors", mask[start:])
+    store.write_json(folders["prefill"] / "facts.json", facts)
+
+
+def keep_actions(path: Path, mask: Bools) -> None:
+    """Leave of recorded logits the rows that predict action tokens, as the trainer has them.
+
+    Args:
+        mask: of the last tokens of the sequence, those with a row of logits.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from mismatch.features.locate.bits import fitting
+    from mismatch.features.locate.exact import HEAD
+
+    shown = load_file(path)
+    if HEAD in shown:
+        shown[HEAD] = fitting(shown[HEAD][-len(mask) :][torch.from_numpy(mask)])
+        save_file(shown, path)
+
+
+def compare_bits(job: dict[str, Any], rollout: Rollout) -> None:
+    """Record the trainer, and compare every recording of the engine with it by bits."""
+    from mismatch.features.locate.bits import compare
+    from mismatch.features.locate.reference import Forward
+    from mismatch.training.distributed import World
+    from mismatch.training.source import quieten
+
+    quieten()
+    directory = Path(job["place"])
+    (entry,) = job["passes"]
+    pass_ = Pass(entry["name"], from_json(TrainSpec, entry["spec"]))
+    world = World.start()
+    report_ready()
+    forward = Forward(world, pass_, rollout)
+    for number in range(rollout.n_sequences):
+        forward.record(side_folder(directory, pass_.name), number, head=True)
+    masks = np.split(rollout.action_mask, rollout.offsets[1:-1])
+    starts = [int(np.flatnonzero(mask)[0]) for mask in masks]
+    phases = [
+        compare(directory, Key(name).kind, name, pass_.name, starts)  # type: ignore[arg-type]
+        for name in job["sides"]
+        if (side_folder(directory, name) / "0.npy").exists()
+    ]
+    store.write_json(directory / "sides.json", {"phases": to_json(phases)})
+    world.close()
 
 
 def run_passes(job: dict[str, Any], rollout: Rollout) -> None:

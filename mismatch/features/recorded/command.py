@@ -14,6 +14,7 @@ from mismatch.cli.flags import (
     LEVELS,
     LOG_TO,
     NAME_FLAGS,
+    REQUIRE,
     REQUIRED,
     Flags,
     Option,
@@ -62,7 +63,8 @@ STEP = Option("step", int | None, OUTPUT, "Report this step alone; default: all 
 MOE = switch("moe", OUTPUT, "Judge by levels of MoE models; else --model's config.json says it.")
 LAW = flags_of(Sampling, "temperature top_p top_k min_p repetition_penalty")
 SAMPLED = (*LAW, *flags_of(EngineSpec, "dtype"))
-JUDGED: Any = (*SAMPLED, *flags_of(TrainSpec, "dtype"), OUT, LEVELS, NAME_FLAGS, LOG_TO, FAIL_ON)
+GATES = (FAIL_ON, REQUIRE)
+JUDGED: Any = (*SAMPLED, *flags_of(TrainSpec, "dtype"), OUT, LEVELS, NAME_FLAGS, LOG_TO, *GATES)
 
 
 @with_flags(DUMP, MODEL_FLAGS, MOE, DUMP_FORMAT, READING[1], TORN, STEP, *WHERE, *JUDGED)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Sections = Section | tuple[Section, ...] | None
 # Chapters in their order: id, title, the sections in each.
 CHAPTERS = (
-    ("normal-or-not", "Is this normal?", ("headline", "valid", "noise", "two_passes", "exact")),
+    ("normal-or-not", "Is this normal?", ("headline", "valid", "noise", "two_passes", "exact-kl")),
     ("place", "Where does it sit?", ("tokens", "breakdowns")),
     ("why", "Why?", ("causes", "square", "long_sequence", "explain", "variants")),
     ("helps", "What helps?", ("fixes",)),
@@ -40,7 +40,7 @@ OF_REPORT: dict[str, Callable[[Report, pd.DataFrame | None, str | None], Section
     "valid": lambda report, *_: headline.valid(report),
     "headline": lambda report, tokens, framework: headline.section(report, framework),
     "noise": lambda report, *_: noise.section(report),
-    "exact": lambda report, *_: passes.exact(report),
+    "exact-kl": lambda report, *_: passes.exact(report),
     "tokens": lambda report, tokens, _: by_token.section(report, tokens),
     "breakdowns": lambda report, *_: breakdowns.section(report),
     "variants": lambda report, *_: passes.variants(report),
