@@ -10,6 +10,7 @@ import numpy as np
 from mismatch.analysis.cause_results import Cause
 from mismatch.codec import from_json
 from mismatch.features.recorded import told
+from mismatch.features.recorded.ratios import Ratios
 from mismatch.features.recorded.rows import LEAST_ROWS, RowGroups, row_groups
 from mismatch.keys import TRAIN
 from mismatch.metrics.row_sums import Step
@@ -17,7 +18,7 @@ from mismatch.metrics.token import exp_minus_linear
 from mismatch.reports.formatting import plural
 from mismatch.run.manifest import damage_named
 from mismatch.specs import CheckSpec
-from mismatch.types import Check, Judgement, Pair
+from mismatch.types import Check, CheckStatus, Judgement, Pair
 
 FILE = "recorded.json"
 SCHEMA = "mismatch.recorded/1"
@@ -56,6 +57,7 @@ class RecordedFacts:
     steps: tuple[Step, ...] = ()
     """Of all sequences of the dump, as is ``whole``."""
     whole: Step | None = None
+    ratios: Ratios = field(default_factory=Ratios)
     schema: str = SCHEMA
 
 
@@ -77,6 +79,10 @@ class RecordedReport:
     columns: str = ""
     """What is wrong with the two columns as a whole."""
     columns_fix: str = ""
+    ratios: str = ""
+    """What the recorded importance ratios are; "": there are none."""
+    ratios_agree: bool = True
+    """They are of the two columns."""
     hidden: str = ""
     """What all tokens or a step show, and the compared tokens do not."""
 
@@ -107,7 +113,8 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
     hidden = told.disagreement(whole, steps, k3, rollout.n_actions) if rows is not None else ""
     return RecordedReport(
         facts.file, facts.format, facts.findings, rows, steps, whole,
-        told.growth_of(steps) if rows is not None else None, *columns, hidden,
+        told.growth_of(steps) if rows is not None else None, *columns,
+        facts.ratios.sentence(), facts.ratios.agree(), hidden,
     )  # fmt: skip
 
 
@@ -145,6 +152,12 @@ def checks(result: RecordedReport) -> tuple[Check, ...]:
     if result.growth is not None:
         fix = "compare the weights of both sides after a sync: mismatch sync-probe"
         more.append(Check("recorded-growth", "warning", result.growth.sentence(), fix))
+    if result.ratios:
+        fix = "compare the log-probabilities that its ratio is made of with these columns: another "
+        fix += "pass, another version of the weights, or a correction that this page does not know"
+        status: CheckStatus = "passed" if result.ratios_agree else "warning"
+        fix = "" if result.ratios_agree else fix
+        more.append(Check("recorded-ratios", status, result.ratios, fix))
     if result.hidden:
         worst = told.worst_of(result.steps, "k3")
         fix = f"look at this step alone: --step {worst.step}" if worst else "compare more: --step N"

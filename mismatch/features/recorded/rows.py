@@ -173,6 +173,7 @@ def _groups(
         "turns": [str(count) for count in turns],
         "response length": ["the longest quarter" if long else "shorter" for long in longest],
     }
+    ids = attributes.pop("sample_id", None)  # it names a row, and makes no group
     held = {name: np.asarray(values)[scored] for name, values in attributes.items()}
     if "row" in held:  # ranks and replicas take rows in turn, or in blocks
         at = held.pop("row").astype(np.int64)
@@ -186,6 +187,8 @@ def _groups(
     off = scored[far]
     shifted, by = _shifted(pair, off)
     names = list(map(str, known.get("row", range(rows))))
+    if ids is not None:
+        names = [f"{name} (sample {at})" for name, at in zip(names, ids, strict=True)]
     return RowGroups(
         len(scored),
         tuple(int(row) for row in off),
