@@ -283,7 +283,8 @@ class Estimate:
 
     ``low`` and ``high`` bound the 95 % interval; both None where none is defined (maxima).
     ``flags``: "heavy-tail" (few tokens carry the value), "few-prompts" …: the interval may be
-    too narrow; "overflow": the value is infinite.
+    too narrow; "overflow": the value is infinite; "whole-dump": the value is of more tokens than
+    the interval, which is left out where it excludes the value.
     """
 
     value: float
@@ -397,6 +398,8 @@ class Judgement:
     source: str
     inconclusive: bool = False
     deciding_prompts: int | None = None
+    of: str = ""
+    """Of which tokens ``value`` is; "": of the comparison's."""
 
 
 @dataclass(frozen=True, slots=True)

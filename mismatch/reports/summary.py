@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -131,6 +131,8 @@ class Row:
         words = wording("flags")
         notes = [words.get(flag, line(flag)) for flag in self.estimate.flags]
         judgement = self.judgement
+        if judgement and judgement.of:
+            notes.append(f"{judgement.of}: it decides")
         if judgement and judgement.inconclusive and judgement.status == "healthy":
             notes.append("its interval spans a level; k3 of all tokens, the same KL, decides")
         elif judgement and judgement.inconclusive:
@@ -293,6 +295,8 @@ def all_rows(comparison: Comparison) -> list[Row]:
 def _row(comparison: Comparison, name: str, judgement: Judgement | None = None) -> Row:
     estimate = comparison.metrics.get(name) or comparison.routing[name]
     words = metric_label(name, sampled_by_left=comparison.sampled_by_left)
+    if judgement is not None and judgement.of:
+        estimate = replace(estimate, value=judgement.value, low=None, high=None, flags=())
     return Row(name, words, estimate, judgement)
 
 

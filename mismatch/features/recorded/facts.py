@@ -18,7 +18,7 @@ from mismatch.metrics.token import exp_minus_linear
 from mismatch.reports.formatting import plural
 from mismatch.run.manifest import damage_named
 from mismatch.specs import CheckSpec
-from mismatch.types import Check, CheckStatus, Judgement, Pair
+from mismatch.types import Check, CheckStatus, Estimate, Judgement, Pair
 
 FILE = "recorded.json"
 SCHEMA = "mismatch.recorded/1"
@@ -128,9 +128,14 @@ def reason(result: RecordedReport) -> str:
     return result.growth.sentence() if result.growth is not None else ""
 
 
+def measured(result: RecordedReport, metrics: dict[str, Estimate]) -> dict[str, Estimate]:
+    """Return metrics of all tokens, where a part of them was compared."""
+    return metrics if result.whole is None else told.of_all(metrics, result.whole)
+
+
 def judged(result: RecordedReport, judgements: tuple[Judgement, ...]) -> tuple[Judgement, ...]:
-    """Return judgements in which all tokens and the worst step have their say."""
-    return told.judged_by_all(judgements, result.whole, result.steps)
+    """Return judgements in which the worst step has its say."""
+    return told.judged_by_steps(judgements, result.steps)
 
 
 def checks(result: RecordedReport) -> tuple[Check, ...]:
@@ -160,7 +165,11 @@ def checks(result: RecordedReport) -> tuple[Check, ...]:
         more.append(Check("recorded-ratios", status, result.ratios, fix))
     if result.hidden:
         worst = told.worst_of(result.steps, "k3")
-        fix = f"look at this step alone: --step {worst.step}" if worst else "compare more: --step N"
+        fix = (
+            f"look at this step alone: --step {worst.step}"
+            if worst
+            else "look at parts of the dump alone: some prompts that were not drawn are far apart"
+        )
         more.append(Check("recorded-steps", "warning", result.hidden, fix))
     return *more, *_of_rows(result, result.rows, values)
 

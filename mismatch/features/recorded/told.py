@@ -12,10 +12,11 @@ from mismatch.features.recorded.rows import RowGroups
 from mismatch.metrics.inference import student
 from mismatch.metrics.row_sums import Step
 from mismatch.reports.formatting import number
-from mismatch.types import Judgement, Pair
+from mismatch.types import Estimate, Judgement, Pair
 
 LEAST_STEPS = 5
 GROWS = 2.0  # times the first steps' mean |delta|; steps of a clean run differ by 1.3
+APART = 1.5  # times the mean over the steps, from which a step's own number decides
 IN_ORDER = 0.7  # rank correlation of mean |delta| with the step; of 8 equal steps 1 in 40 has it
 STEP_TOKENS = 2_000  # of a step whose own numbers decide; fewer have too wide an interval
 # Metrics of the levels table, and what a step has of them.
@@ -65,28 +66,37 @@ def worst_of(steps: Sequence[Step], name: str) -> Step | None:
     return max(held, key=lambda step: getattr(step, name), default=None)
 
 
-def judged_by_all(
-    judgements: Sequence[Judgement], whole: Step | None, steps: Sequence[Step]
-) -> tuple[Judgement, ...]:
-    """Return judgements with the numbers of all tokens and of the worst step, where those decide.
+def of_all(metrics: dict[str, Estimate], whole: Step) -> dict[str, Estimate]:
+    """Return metrics with their values of all tokens; an interval that excludes one is left out."""
+    found = dict(metrics)
+    for name, of_step in OF_STEP.items():
+        if (each := metrics.get(name)) is None:
+            continue
+        value = getattr(whole, of_step)
+        inside = each.low is not None and each.high is not None and each.low <= value <= each.high
+        flags = each.flags if inside else ("overflow",) * bool(np.isinf(value))
+        found[name] = Estimate(
+            value, *((each.low, each.high) if inside else (None, None)),
+            whole.tokens, whole.sequences, each.n_prompts, (*flags, "whole-dump"),
+        )  # fmt: skip
+    return found
 
-    Args:
-        whole: of all tokens, where a part of them was compared.
-    """
+
+def judged_by_steps(
+    judgements: Sequence[Judgement], steps: Sequence[Step]
+) -> tuple[Judgement, ...]:
+    """Return judgements with the numbers of the worst step, where those decide."""
     judged = []
     for each in judgements:
         name = OF_STEP.get(each.metric, "")
         worst = worst_of(steps, name) if name else None
-        if worst is not None and not getattr(worst, name) > GROWS * each.value:
-            worst = None  # no step hides in the mean: its interval decides
-        values = [getattr(step, name) for step in (whole, worst) if name and step is not None]
-        beyond = [value for value in values if not value <= each.unfit]
-        if beyond and each.status != "unfit":
-            each = replace(each, status="unfit", value=max(beyond), inconclusive=False)
-        elif whole is not None and name and each.status == "healthy":
-            value = getattr(whole, name)
-            if not value <= each.healthy:
-                each = replace(each, status="tolerable", value=value)
+        # No step hides in a mean that is nearly as large: its interval decides.
+        if worst is not None and getattr(worst, name) > APART * each.value:
+            value, of = getattr(worst, name), f"at step {worst.step} ({worst.tokens:,} tokens)"
+            if not value <= each.unfit and each.status != "unfit":
+                each = replace(each, status="unfit", value=value, of=of, inconclusive=False)
+            elif not value <= each.healthy and each.status == "healthy":
+                each = replace(each, status="tolerable", value=value, of=of)
         judged.append(each)
     return tuple(judged)
 
