@@ -87,6 +87,19 @@ def test_swapped_columns_are_named(tmp_path):
     assert "other way round" not in " ".join(said.split())
 
 
+def test_whether_columns_are_swapped_is_open_where_few_tokens_are_near_each_other(tmp_path):
+    """600 tokens that are 0.012 nats apart fit both ways; 10,000 that are far apart tell."""
+    rows = made.samples(32, spread=0.015)
+    _, report = judged(tmp_path, made.generic(tmp_path / "rows.jsonl", rows))
+    assert "swapped" in report["recorded"]["columns"]["unseen"]
+    assert any("swapped" in each["reason"] for each in report["not_tested"])
+    rows = made.samples(200, spread=0.3, length=(50, 51))
+    _, report = judged(
+        tmp_path, made.generic(tmp_path / "rows.jsonl", rows), "--out", tmp_path / "far"
+    )
+    assert report["recorded"]["columns"]["unseen"] == ""
+
+
 def test_a_list_that_is_short_in_every_nth_row_says_so(tmp_path):
     dump = made.generic(tmp_path / "rows.jsonl", made.samples(32))
     lines = dump.read_text().splitlines(keepends=True)

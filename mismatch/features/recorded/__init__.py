@@ -20,6 +20,7 @@ FEATURE = Feature(
                  told="mismatch.features.recorded.facts:causes",
                  measured="mismatch.features.recorded.facts:measured",
                  judged="mismatch.features.recorded.facts:judged",
+                 unseen="unseen",
                  reason="mismatch.features.recorded.facts:reason", order=50, chapter="why"),
     ),
 )  # fmt: skip

@@ -76,15 +76,18 @@ class RecordedReport:
     """Of all sequences, where the report holds a part of them; else None."""
     growth: told.Growth | None = None
     """None: the mismatch does not grow over the steps."""
-    columns: str = ""
-    """What is wrong with the two columns as a whole."""
-    columns_fix: str = ""
+    columns: told.Columns = field(default_factory=told.Columns)
     ratios: str = ""
     """What the recorded importance ratios are; "": there are none."""
     ratios_agree: bool = True
     """They are of the two columns."""
     hidden: str = ""
     """What all tokens or a step show, and the compared tokens do not."""
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """What could not be looked for."""
+        return (self.columns.unseen,) if self.columns.unseen else ()
 
 
 def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
@@ -95,7 +98,7 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
         return None
     rows: RowGroups | None = None
     whole: Step | None = None
-    columns, k3 = ("", ""), 0.0
+    columns, k3 = told.Columns(), 0.0
     with damage_named(run_dir / FILE):
         facts = from_json(RecordedFacts, store.load_document(run_dir, FILE))
         if {TRAIN, "recorded:decode"} <= set(store.scoring_names(run_dir)):
@@ -113,7 +116,7 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
     hidden = told.disagreement(whole, steps, k3, rollout.n_actions) if rows is not None else ""
     return RecordedReport(
         facts.file, facts.format, facts.findings, rows, steps, whole,
-        told.growth_of(steps) if rows is not None else None, *columns,
+        told.growth_of(steps) if rows is not None else None, columns,
         facts.ratios.sentence(), facts.ratios.agree(), hidden,
     )  # fmt: skip
 
@@ -152,8 +155,8 @@ def checks(result: RecordedReport) -> tuple[Check, ...]:
     if result.rows is None:
         return (values,)
     more = []
-    if result.columns:
-        more.append(Check("recorded-columns", "inconclusive", result.columns, result.columns_fix))
+    if (found := result.columns).fault:
+        more.append(Check("recorded-columns", "inconclusive", found.fault, found.fix))
     if result.growth is not None:
         fix = "compare the weights of both sides after a sync: mismatch sync-probe"
         more.append(Check("recorded-growth", "warning", result.growth.sentence(), fix))

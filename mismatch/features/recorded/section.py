@@ -38,7 +38,7 @@ def section(result: RecordedReport, report: Report) -> Section:
     found = result.rows.sentence() if result.rows is not None else ""
     grown = result.growth.sentence() if result.growth is not None else ""
     ratios = "" if result.ratios_agree else result.ratios
-    warned = (result.columns, grown, result.hidden, found, ratios)
+    warned = (result.columns.fault, grown, result.hidden, found, ratios)
     sentences = []
     for bound, name, label in CROSSED:
         # k3 beyond every number is stored as null, and read as NaN.

@@ -114,41 +114,73 @@ def disagreement(whole: Step | None, steps: Sequence[Step], compared: float, tok
     return f"k3 is {' and '.join(parts)}, and {number(compared)} of the {tokens:,} compared tokens"
 
 
-def columns_of(pair: Pair) -> tuple[str, str]:
-    """Return what is wrong with the two columns, and a fix; "" where nothing is seen."""
+@dataclass(frozen=True)
+class Columns:
+    """What is wrong with the two columns; "" where nothing is seen."""
+
+    fault: str = ""
+    fix: str = ""
+    unseen: str = ""
+    """Why it cannot be seen whether they are swapped."""
+
+
+def columns_of(pair: Pair) -> Columns:
+    """Return whether one column is a copy of the other, or the two are swapped.
+
+    Tokens are drawn from the rollout's distribution p: the mean of q/p is 1, whatever the trainer's
+    q is. Of swapped columns the mean is that of p/q, which is larger by mean(delta²), about
+    2 KL(p ‖ q). The sign of the mean of delta shows the same with half the strength.
+    """
     delta = pair.delta
     if not np.any(delta):
-        return (
+        return Columns(
             f"all {len(delta):,} values of the trainer equal the sampler's to the last bit",
             "is one a copy of the other, e.g. of a trainer that takes the sampler's values "
             "(bypass_mode, an on-policy override)? record what the trainer computes itself",
         )
-    low, high = (_ratio_off(sign * delta, pair.prompt[pair.sequence]) for sign in (1.0, -1.0))
-    if abs(low) > ERRORS and abs(high) < 2.0:
-        return (
+    prompt = pair.prompt[pair.sequence]
+    low, high = (ratio_off(sign * delta, prompt) for sign in (1.0, -1.0))
+    if abs(low.errors) > ERRORS and abs(high.errors) < 2.0:
+        return Columns(
             "the columns fit better the other way round: the mean of exp(train - rollout) is "
-            f"{abs(low):.0f} standard errors from 1, that of exp(rollout - train) {abs(high):.1f}",
+            f"{abs(low.errors):.0f} standard errors from 1, that of exp(rollout - train) "
+            f"{abs(high.errors):.1f}",
             "is rollout what the engine gave, and train what the trainer computed?",
         )
-    return "", ""
+    shown = float(np.mean(delta * delta)) / low.error if low.error else 0.0
+    if shown >= ERRORS:
+        return Columns()
+    needs = f"; about {len(delta) * (ERRORS / shown) ** 2:,.2g} would" if shown else ""
+    size = f"{len(delta):,} tokens that are {number(float(np.abs(delta).mean()))} nats apart"
+    return Columns(unseen=f"whether the two columns are swapped: {size} cannot tell{needs}")
 
 
-def _ratio_off(delta: np.ndarray, prompt: np.ndarray) -> float:
+@dataclass(frozen=True)
+class RatioOff:
+    """How far the mean of exp(delta) is from 1, by prompts."""
+
+    errors: float = 0.0
+    """In standard errors."""
+    error: float = 0.0
+    """The standard error; 0: there is none."""
+
+
+def ratio_off(delta: np.ndarray, prompt: np.ndarray) -> RatioOff:
     """Return how many standard errors, by prompts, the mean of exp(delta) is from 1."""
     kinds, kind = np.unique(prompt, return_inverse=True)
     if len(kinds) < LEAST_STEPS:
-        return 0.0
+        return RatioOff()
     with np.errstate(over="ignore"):
         sums = np.bincount(kind, np.expm1(delta))
     if not np.isfinite(sums).all():
-        return 0.0
+        return RatioOff()
     count = np.bincount(kind)
     mean = sums.sum() / count.sum()
     error = np.sqrt(((sums - mean * count) ** 2).sum() * len(kinds) / (len(kinds) - 1))
-    error /= count.sum()
+    error *= student(len(kinds) - 1) / 1.96 / count.sum()
     if not error > 0 or not np.isfinite(error):
-        return 0.0
-    return float(mean / error) * 1.96 / student(len(kinds) - 1)
+        return RatioOff()
+    return RatioOff(float(mean / error), float(error))
 
 
 def causes_of(
