@@ -225,8 +225,8 @@ def keep(
     run = as_run(recorded, sampling, fingerprint, trainer if both else None)
     prompts = PromptSpec(num_prompts=run.rollout.n_prompts)
     spec = replace(spec, rollout=replace(spec.rollout, prompts=prompts, sampling=sampling))
-    ids = np.unique(run.rollout.token_ids).tolist()
-    texts = token_texts(tokenizer, ids) if tokenizer else {token: f"⟨{token}⟩" for token in ids}
+    ids = np.unique(run.rollout.token_ids).tolist() if tokenizer else []
+    texts = token_texts(tokenizer, ids) if tokenizer else {}  # nobody knows them
     compared = both and sums.whole.tokens
     facts = RecordedFacts(
         file.name,

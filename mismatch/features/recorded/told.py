@@ -45,8 +45,6 @@ class Growth:
 
 def growth_of(steps: Sequence[Step]) -> Growth | None:
     """Return how the mismatch grows; None where it does not, or where steps are few."""
-    from scipy.stats import spearmanr
-
     held = [step for step in steps if step.tokens]
     if len(held) < LEAST_STEPS:
         return None
@@ -55,7 +53,8 @@ def growth_of(steps: Sequence[Step]) -> Growth | None:
     before, after = float(np.median(sizes[:part])), float(np.median(sizes[-part:]))
     if not after > GROWS * before > 0:
         return None
-    if not spearmanr(np.arange(len(sizes)), sizes).statistic > IN_ORDER:
+    ranks = np.argsort(np.argsort(sizes, kind="stable"), kind="stable")
+    if not np.corrcoef(np.arange(len(sizes)), ranks)[0, 1] > IN_ORDER:
         return None
     return Growth(held[0].step, held[-1].step, before, after)
 
