@@ -398,8 +398,6 @@ class Judgement:
     source: str
     inconclusive: bool = False
     deciding_prompts: int | None = None
-    of: str = ""
-    """Of which tokens ``value`` is; "": of the comparison's."""
 
 
 @dataclass(frozen=True, slots=True)

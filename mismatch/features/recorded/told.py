@@ -91,11 +91,11 @@ def judged_by_steps(
         worst = worst_of(steps, name) if name else None
         # No step hides in a mean that is nearly as large: its interval decides.
         if worst is not None and getattr(worst, name) > APART * each.value:
-            value, of = getattr(worst, name), f"at step {worst.step} ({worst.tokens:,} tokens)"
+            value = getattr(worst, name)
             if not value <= each.unfit and each.status != "unfit":
-                each = replace(each, status="unfit", value=value, of=of, inconclusive=False)
+                each = replace(each, status="unfit", value=value, inconclusive=False)
             elif not value <= each.healthy and each.status == "healthy":
-                each = replace(each, status="tolerable", value=value, of=of)
+                each = replace(each, status="tolerable", value=value)
         judged.append(each)
     return tuple(judged)
 
