@@ -94,9 +94,8 @@ def test_whether_columns_are_swapped_is_open_where_few_tokens_are_near_each_othe
     assert "swapped" in report["recorded"]["columns"]["unseen"]
     assert any("swapped" in each["reason"] for each in report["not_tested"])
     rows = made.samples(200, spread=0.3, length=(50, 51))
-    _, report = judged(
-        tmp_path, made.generic(tmp_path / "rows.jsonl", rows), "--out", tmp_path / "far"
-    )
+    (tmp_path / "far").mkdir()
+    _, report = judged(tmp_path / "far", made.generic(tmp_path / "far.jsonl", rows))
     assert report["recorded"]["columns"]["unseen"] == ""
 
 

@@ -149,7 +149,8 @@ def columns_of(pair: Pair) -> Columns:
     shown = float(np.mean(delta * delta)) / low.error if low.error else 0.0
     if shown >= ERRORS:
         return Columns()
-    needs = f"; about {len(delta) * (ERRORS / shown) ** 2:,.2g} would" if shown else ""
+    tokens = float(f"{len(delta) * (ERRORS / shown) ** 2:.2g}") if shown else 0.0
+    needs = f"; about {tokens:,.0f} would" if tokens else ""
     size = f"{len(delta):,} tokens that are {number(float(np.abs(delta).mean()))} nats apart"
     return Columns(unseen=f"whether the two columns are swapped: {size} cannot tell{needs}")
 
