@@ -74,10 +74,8 @@ def of_all(metrics: dict[str, Estimate], whole: Step) -> dict[str, Estimate]:
         value = getattr(whole, of_step)
         inside = each.low is not None and each.high is not None and each.low <= value <= each.high
         flags = each.flags if inside else ("overflow",) * bool(np.isinf(value))
-        found[name] = Estimate(
-            value, *((each.low, each.high) if inside else (None, None)),
-            whole.tokens, whole.sequences, each.n_prompts, (*flags, "whole-dump"),
-        )  # fmt: skip
+        low, high = (each.low, each.high) if inside else (None, None)
+        found[name] = replace(each, value=value, low=low, high=high, flags=(*flags, "whole-dump"))
     return found
 
 
