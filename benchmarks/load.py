@@ -20,22 +20,23 @@ from pathlib import Path
 import numpy as np
 
 LIMIT_S = 1800
-FLOOR = (  # reading the same columns, as arrays, and nothing else
+FLOOR = (  # reading the two columns of log-probabilities, as arrays, and nothing else
     "import sys, pyarrow.parquet as pq\n"
-    "for batch in pq.ParquetFile(sys.argv[1], pre_buffer=False).iter_batches(batch_size=256):\n"
-    "    [column.flatten().to_numpy() for column in batch.columns[:4]]"
+    "sides = dict(columns=['logprobs', 'train_logprobs'], use_threads=False)\n"
+    "for batch in pq.ParquetFile(sys.argv[1], pre_buffer=False).iter_batches(**sides):\n"
+    "    [column.flatten().to_numpy() for column in batch.columns]"
 )
 JSON_FLOOR = (
     "import sys, pyarrow.json as pj\n"
     "pj.read_json(sys.argv[1], read_options=pj.ReadOptions(block_size=32 << 20))"
 )
-READ = (  # the dump as `mismatch postmortem` reads it, without the report
+READ = (  # the dump as `mismatch postmortem --workers 1` reads it, without the report
     "import sys\n"
     "from pathlib import Path\n"
     "from mismatch.features.recorded.dumps import read_recorded\n"
     "from mismatch.processes.spread import Where\n"
     "if __name__ == '__main__':\n"
-    "    read_recorded(Path(sys.argv[1]), most=1_000_000, on=Where(None))"
+    "    read_recorded(Path(sys.argv[1]), most=1_000_000, on=Where(1))"
 )
 
 
@@ -45,6 +46,7 @@ class Cost:
 
     code: int
     seconds: float
+    processor_s: float
     peak_bytes: int
 
 
@@ -56,12 +58,14 @@ def main() -> int:
     asked = parser.parse_args()
     place = asked.place.resolve()
     place.mkdir(parents=True, exist_ok=True)
-    print("| what | seconds | peak memory |\n| --- | ---: | ---: |")
+    print("| what | seconds | of a core | peak memory |\n| --- | ---: | ---: | ---: |")
     for name, arguments in cases(place, asked.tokens, asked.only):
         cost = measured(arguments, place / "log")
         words = "" if cost.code in (0, 1) else f" (exit code {cost.code})"
         print(
-            f"| {name}{words} | {cost.seconds:.1f} | {cost.peak_bytes / 1e9:.1f} GB |", flush=True
+            f"| {name}{words} | {cost.seconds:.1f} | {cost.processor_s:.1f} "
+            f"| {cost.peak_bytes / 1e9:.2f} GB |",
+            flush=True,
         )
     return 0
 
@@ -76,10 +80,16 @@ def cases(place: Path, largest: int, only: str) -> Iterator[tuple[str, list[str]
                 dump = drawn(place / f"{size}.{kind}", tokens // 500, 500)
                 out = place / f"run-{size}-{kind}"
                 shutil.rmtree(out, ignore_errors=True)
-                yield name, [*module, "postmortem", str(dump), "--out", str(out)]
+                yield name, [*module, "postmortem", str(dump), "--out", str(out), "--workers", "1"]
                 yield f"of that, reading, {size} tokens, {kind}", ["-c", READ, str(dump)]
                 floor = FLOOR if kind == "parquet" else JSON_FLOOR
                 yield f"pyarrow alone, {size} tokens, {kind}", ["-c", floor, str(dump)]
+    for tokens in (1_000_000, 10_000_000, largest):
+        if only in (name := f"watch --once, {tokens // 1_000_000}M tokens, jsonl"):
+            folder = place / f"watch-{tokens}"
+            folder.mkdir(exist_ok=True)
+            drawn(folder / "step_1.jsonl", tokens // 500, 500)
+            yield name, [*module, "watch", str(folder), "--once"]
     for command in ("compare", "report"):
         if only in (name := f"{command}, 1M tokens"):
             yield name, [*module, command, str(place / "run-1M-jsonl")]
@@ -156,7 +166,8 @@ def measured(arguments: list[str], log: Path) -> Cost:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return Cost(process.returncode, time.monotonic() - start, usage.ru_maxrss * 1024)
+    took = time.monotonic() - start, usage.ru_utime + usage.ru_stime
+    return Cost(process.returncode, *took, usage.ru_maxrss * 1024)
 
 
 if __name__ == "__main__":

@@ -73,9 +73,11 @@ class Analysis:
     told: str = ""
     """``told(result)``: causes that a result that ``from_run`` read shows without running anything,
     from what no pair of scorings holds."""
+    measured: str = ""
+    """``measured(result, metrics)``: the metrics, where it has their values of more tokens than
+    were compared."""
     judged: str = ""
-    """``judged(result, judgements)``: the judgements, where it has numbers of more tokens than were
-    compared."""
+    """``judged(result, judgements)``: the judgements, where a part of the run decides."""
     reason: str = ""
     """``reason(result)``: what is said behind the verdict's reason; "": nothing."""
     lacks: str = ""

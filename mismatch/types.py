@@ -284,7 +284,8 @@ class Estimate:
 
     ``low`` and ``high`` bound the 95 % interval; both None where none is defined (maxima).
     ``flags``: "heavy-tail" (few tokens carry the value), "few-prompts" …: the interval may be
-    too narrow; "overflow": the value is infinite.
+    too narrow; "overflow": the value is infinite; "whole-dump": the value is of more tokens than
+    the interval, which is left out where it excludes the value.
     """
 
     value: float

@@ -155,40 +155,71 @@ def columns(rows: Sequence[Sample], of: Sequence[int]) -> dict[str, Any]:
     return held
 
 
-def zigzag(total: int, response: int, rank: int, size: int) -> list[int]:
+def zigzag(total: int, response: int, rank: int, size: int, longest: int) -> list[int]:
     """Return which tokens of a response a context-parallel rank has: two of 2 × size chunks."""
-    chunk = -(-total // (2 * size))
+    chunk = -(-longest // (2 * size))
     chunks = (rank, 2 * size - rank - 1)
     tokens = [at for n in chunks for at in range(n * chunk + 1, (n + 1) * chunk + 1)]
     before = total - response
     return [at - before for at in tokens if before <= at < total]
 
 
+def contiguous(rows: Sequence[Sample], rank: int, size: int) -> list[range]:
+    """Return which values of each response a rank has, if all rows together are cut in pieces."""
+    total = sum(len(row.prompt) + len(row.response) for row in rows)
+    piece = -(-total // size)
+    found, start = [], 0
+    for row in rows:
+        first = start + len(row.prompt) - 1  # position of what predicts the first token
+        start += len(row.prompt) + len(row.response)
+        found.append(range(
+            min(max(rank * piece - first, 0), len(row.response)),
+            min(max((rank + 1) * piece - first, 0), len(row.response)),
+        ))  # fmt: skip
+    return found
+
+
 def miles(
     folder: Path, step: int, rows: Sequence[Sample], *, tp: int = 1, cp: int = 1, pp: int = 1,
-    dp: int = 1,
+    dp: int = 1, layout: str = "thd",
 ) -> Path:  # fmt: skip
-    """Write miles' files of a step, one of each rank; earlier stages lack the trainer's side."""
+    """Write miles' files of a step, one of each rank; earlier stages lack the trainer's side.
+
+    Args:
+        layout: "thd"; "bshd": chunks are of the longest row, padded to a multiple; "allgather":
+            the trainer's side in contiguous pieces of the batch, as it is computed.
+    """
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
-    rank = 0
+    rank, qkv = 0, "bshd" if layout == "bshd" else "thd"
     for stage in range(pp):
         for shard in range(dp):
             mine = [*rows[shard::dp]]
             for part in range(cp):
                 data = columns(mine, range(shard, len(rows), dp))
                 for name in ("rollout_log_probs", "log_probs") if cp > 1 else ():
+                    lengths = [len(row.prompt) + len(row.response) for row in mine]
+                    if layout == "bshd":
+                        longest = -(-max(lengths) // 8) * 8
+                        data["max_seq_lens"] = [longest] * len(mine)
+                    if layout == "allgather" and name == "log_probs":
+                        pieces: Any = contiguous(mine, part, cp)
+                    else:
+                        pieces = [
+                            zigzag(total, len(row.response), part, cp,
+                                   longest if layout == "bshd" else total)
+                            for row, total in zip(mine, lengths, strict=True)
+                        ]  # fmt: skip
                     data[name] = [
-                        value[zigzag(len(row.prompt) + len(value), len(value), part, cp)]
-                        for row, value in zip(mine, data[name], strict=True)
+                        value[[*at]] for value, at in zip(data[name], pieces, strict=True)
                     ]
                 if stage < pp - 1:
                     del data["log_probs"]
                 held = {"rollout_id": step, "rollout_data": data, "cp_rank": part, "cp_size": cp}
                 for _ in range(tp):
                     file = folder / f"{step}_{rank}.pt"
-                    torch.save(held | {"rank": rank, "qkv_format": "thd"}, file)
+                    torch.save(held | {"rank": rank, "qkv_format": qkv}, file)
                     rank += 1
     return folder
 
@@ -200,14 +231,15 @@ def slime(folder: Path, step: int, rows: Sequence[Sample], dp: int = 2) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     held = columns(rows, range(len(rows)))
     indices = held.pop("sample_indices")
+    held["advantages"] = [value * 0 for value in held["log_probs"]]
     made = [
         {name: column[n] for name, column in held.items()}
-        | {"sample_index": indices[n], "data_parallel_rank": n % dp}
+        | {"sample_index": indices[n], "rollout_position": n, "data_parallel_rank": n % dp}
         for n in range(len(rows))
     ]
     shards = [{"rank": 2 * n, "data_parallel_rank": n} for n in range(dp)]
     whole = {"format_version": 2, "rollout_id": step, "rank": 0, "samples": made}
-    torch.save(whole | {"dp_shards": shards, "raw_reward": [1.0] * len(rows)},
+    torch.save(whole | {"dp_shards": shards, "raw_reward": [n / 8 for n in range(len(rows))]},
                folder / f"{step}.pt")  # fmt: skip
     return folder
 

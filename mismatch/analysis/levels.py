@@ -207,7 +207,8 @@ def judge_one(metric: str, estimate: Estimate, level: Level) -> Judgement:
     healthy, unfit = sign * level.healthy, sign * level.unfit
     spanned = [bound for bound in (level.healthy, level.unfit) if low <= sign * bound < high]
     bounded = estimate.low is not None and not math.isnan(low) and not math.isnan(high)
-    blind = not bounded and METRICS[metric].kind != "extreme"
+    whole = "whole-dump" in estimate.flags  # its value is of all there is
+    blind = not bounded and METRICS[metric].kind != "extreme" and not whole
     status: Status = "tolerable"
     if not math.isfinite(estimate.value) or (low > unfit and not blind):
         status, blind = "unfit", False

@@ -31,6 +31,10 @@ class Row:
     """The trainer's, likewise; None: the dump holds one side only."""
     entropy: Floats | None = None
     """Of the trainer's distribution at the sampled tokens, nats."""
+    ratios: Floats | None = None
+    """Importance ratios of the sampled tokens, as the framework recorded them."""
+    turns: Ints | None = None
+    """Per token: its turn, as recorded."""
     prompt: Any = None
     """What the samples of one prompt have in common; None: a separate prompt."""
     reward: float | None = None
@@ -50,7 +54,7 @@ class Row:
 
     def owned(self) -> Row:
         """Copy arrays that are views of a larger one, which they would keep in memory."""
-        for name in ("token_ids", "sampled", "logprobs", "train_logprobs", "entropy"):
+        for name in ("token_ids", "sampled", "logprobs", "train_logprobs", "entropy", "turns"):
             values = getattr(self, name)
             if values is not None and values.base is not None:
                 setattr(self, name, values.copy())
@@ -77,9 +81,11 @@ class Place:
     """Of the sampled tokens of the row, from 0."""
     step: str = ""
     rank: str = ""
+    sample: str = ""
 
     def __str__(self) -> str:
-        of = [f"{name} {at}" for name, at in (("step", self.step), ("rank", self.rank)) if at]
+        named = ("step", self.step), ("rank", self.rank), ("sample", self.sample)
+        of = [f"{name} {at}" for name, at in named if at]
         return ", ".join([*of, f"row {self.row}, sampled token {self.token} (from 0)"])
 
 
@@ -160,9 +166,10 @@ class _Rows:
         return Step(number, n, *means, ess, entropy, reward, rows)
 
 
-def _place(row: Row, token: int) -> Place:
+def place_of(row: Row, token: int) -> Place:
+    """Return where a sampled token of a row is."""
     of = row.attributes
-    return Place(row.number, token, of.get("step", ""), of.get("rank", ""))
+    return Place(row.number, token, *(of.get(name, "") for name in ("step", "rank", "sample_id")))
 
 
 @dataclass
@@ -210,7 +217,7 @@ class Sums:
                 delta[~finite] = 0.0
             far = int(np.abs(delta).argmax())
             at = int(np.searchsorted(starts, far, "right")) - 1
-            self._note(abs(float(delta[far])), _place(both[at][0], far - int(starts[at])))
+            self._note(abs(float(delta[far])), place_of(both[at][0], far - int(starts[at])))
             clipped = (delta < CLIP[0]) | (delta > CLIP[1])
             terms = finite, np.abs(delta), exp_minus_linear(delta), clipped, delta
         of_rows = [np.add.reduceat(term, starts, dtype=np.float64).tolist() for term in terms]
@@ -252,7 +259,7 @@ class Sums:
             self.not_finite[side, what] += count
             self.bad_rows[side, what] += count > 0
             if count:
-                self.first.setdefault((side, what), _place(row, int(bad.argmax())))
+                self.first.setdefault((side, what), place_of(row, int(bad.argmax())))
 
     def steps(self) -> tuple[Step, ...]:
         """Return the numbers of every step, in order; none where a row names no step."""

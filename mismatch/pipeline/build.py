@@ -174,6 +174,17 @@ def build_report(
     if comparisons:
         checks += checks_of(spec, artefacts, comparisons[0], attempts)
     checks += wrong_answers(run_dir, spec, artefacts.scorings)
+    stored = damage_named(f"a file of {run_dir}")
+    left = [
+        (each, attempts.make(each.id, stored(each.call), "from_run", run_dir, spec, otherwise=None))
+        for each in analyses()
+    ]
+    left = [(analysis, result) for analysis, result in left if result is not None]
+    for analysis, result in left if comparisons else ():
+        held = comparisons[0].metrics
+        of_all = attempts.make(analysis.id, analysis.call, "measured", result, held, otherwise=None)
+        if of_all:
+            comparisons[0] = replace(comparisons[0], metrics=of_all)
     column = column_for(artefacts.decode.fingerprint, artefacts.train.fingerprint)
     if comparisons:
         require_applied(comparisons[0], column, thresholds)
@@ -183,12 +194,6 @@ def build_report(
         judgements = attempts.make("levels", judge, *asked, otherwise=())
         column = column if judgements else None
     results, unseen = measured(run_dir, spec, artefacts, comparisons, attempts)
-    stored = damage_named(f"a file of {run_dir}")
-    left = [
-        (each, attempts.make(each.id, stored(each.call), "from_run", run_dir, spec, otherwise=None))
-        for each in analyses()
-    ]
-    left = [(analysis, result) for analysis, result in left if result is not None]
     for analysis, result in left:
         decided = attempts.make(
             analysis.id, analysis.call, "judged", result, judgements, otherwise=None

@@ -16,6 +16,7 @@ import numpy as np
 
 from mismatch.analysis.explained import lead_of, led
 from mismatch.analysis.levels import NO_COLUMN, column_for, judge, verdict
+from mismatch.analysis.plugins import analyses
 from mismatch.analysis.thresholds import Level, Thresholds
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
@@ -147,6 +148,10 @@ def load_report(run: Path) -> Report:
     if (run / COMPARISON).exists():
         with damage_named(run / COMPARISON):
             held = comparisons_from_json(store.load_document(run, COMPARISON))[0]
+            for analysis in analyses() if held else ():
+                if (result := report.result(analysis.id)) is not None:
+                    of_all = analysis.call("measured", result, held[0].metrics) or held[0].metrics
+                    held[0] = replace(held[0], metrics=of_all)
         if to_json(held) != to_json(list(report.comparisons)):
             fault = f"{path} holds other numbers than {COMPARISON}"
             raise MismatchError(fault, f"judge the scorings again: mismatch compare {run}")
@@ -192,6 +197,9 @@ def judged_again(report: Report, thresholds: Thresholds | None = None) -> Verdic
     ):
         unmeasured = ""
     judgements = judge(report.comparisons[0], column, thresholds) if report.comparisons else ()
+    for analysis in analyses():
+        if (result := report.result(analysis.id)) is not None:
+            judgements = analysis.call("judged", result, judgements) or judgements
     judged = verdict(judgements, report.checks, column, unmeasured)
     return led(judged, lead_of(report.result("causes"), report.checks), report.checks)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -107,6 +107,9 @@ class Row:
     estimate: Estimate
     judgement: Judgement | None = None
 
+    of_a_part: bool = False
+    """The number that decides is of a part of the run, and not of what was compared."""
+
     @property
     def value(self) -> str:
         return self.write(self.estimate.value)
@@ -132,6 +135,8 @@ class Row:
         words = wording("flags")
         notes = [words.get(flag, line(flag)) for flag in self.estimate.flags]
         judgement = self.judgement
+        if self.of_a_part:
+            notes.append("of the worst step, which decides")
         if judgement and judgement.inconclusive and judgement.status == "healthy":
             notes.append("its interval spans a level; k3 of all tokens, the same KL, decides")
         elif judgement and judgement.inconclusive:
@@ -335,6 +340,10 @@ def all_rows(comparison: Comparison) -> list[Row]:
 def _row(comparison: Comparison, name: str, judgement: Judgement | None = None) -> Row:
     estimate = comparison.metrics.get(name) or comparison.routing[name]
     words = metric_label(name, sampled_by_left=comparison.sampled_by_left)
+    decides = judgement.value if judgement is not None else math.nan
+    if decides != estimate.value and not math.isnan(decides) and not math.isnan(estimate.value):
+        estimate = replace(estimate, value=decides, low=None, high=None, flags=())
+        return Row(name, words, estimate, judgement, of_a_part=True)
     return Row(name, words, estimate, judgement)
 
 

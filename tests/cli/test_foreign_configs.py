@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
+
+from mismatch.cli.flags import Framework
+from mismatch.features.presets.rules import table
 
 from ..command import mismatch
 
@@ -12,6 +17,9 @@ OTHERS = {
     "prime-rl": "orchestrator: {a: 1}\ntrainer: {a: 1}\ninference: {a: 1}\n",
     "SkyRL": "trainer: {a: 1}\ngenerator: {a: 1}\nenvironment: {a: 1}\n",
     "AReaL": "allocation_mode: a\nactor: {a: 1}\nrollout: {a: 1}\n",
+    "prime-rl (TOML)": "max_steps = 20\n[orchestrator]\nbatch_size = 8\n[trainer.optim]\nlr = 1\n",
+    "slime": "ARGS=(\n  --hf-checkpoint /a\n  --rollout-batch-size 32\n)\npython train.py $ARGS\n",
+    "OpenRLHF": "python -m openrlhf.cli.train_ppo_ray \\\n  --actor.model_name_or_path a\n",
     "verl": "actor_rollout_ref: {model: {path: a}}\ndata: {a: 1}\n",
 }
 
@@ -27,8 +35,17 @@ def plan(tmp_path, flag, text):
 def test_a_file_of_another_framework_is_refused_by_its_name(tmp_path, whose):
     done = plan(tmp_path, "--trl-config", OTHERS[whose])
     assert done.returncode == 2
-    assert f"configuration of {whose}" in done.stderr
+    name = whose.partition(" ")[0]
+    assert f"configuration of {name}" in done.stderr
+    takes = name in ("NeMo-RL", "SkyRL", "prime-rl", "slime", "OpenRLHF")
+    assert ("--sample-as" in done.stderr) == takes
     assert ("--verl-config" in done.stderr) == (whose == "verl")
+
+
+def test_where_a_framework_is_known_by_was_read_in_its_source():
+    for name, about in table("others").items():
+        assert any(character.isdigit() for character in about["source"]) or name == "open-instruct"
+        assert about.get("sample_as", "slime") in get_args(Framework)
 
 
 @pytest.mark.parametrize("key", ["temprature", "num_generation", "max_completion_lenght"])

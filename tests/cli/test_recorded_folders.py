@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mismatch.features.recorded.dumps import read_recorded
+
 from .. import recorded_folders as made
 from ..command import mismatch
 
@@ -77,6 +79,11 @@ def test_slimes_present_format_is_read(tmp_path):
     made.slime(tmp_path / "dump", 3, made.off(rows, range(1, 32, 2)), dp=2)
     said, report = judged(tmp_path, tmp_path / "dump")
     assert "the format slime" in said
+    assert "columns advantages" in said
+    rewards = [
+        row.reward for row in read_recorded(tmp_path / "dump", python=sys.executable).sequences
+    ]
+    assert rewards == [n / 8 for n in range(32)]  # before they were normalised
     assert report["recorded"]["rows"]["shared"][0]["attribute"] == "rank"
 
 

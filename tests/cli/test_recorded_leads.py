@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from mismatch.reports.formatting import number
+
 from .. import recorded_folders as made
+from ..command import mismatch
 from .test_recorded_folders import judged, watched
 
 
@@ -82,6 +87,18 @@ def test_swapped_columns_are_named(tmp_path):
     assert "other way round" not in " ".join(said.split())
 
 
+def test_whether_columns_are_swapped_is_open_where_few_tokens_are_near_each_other(tmp_path):
+    """600 tokens that are 0.012 nats apart fit both ways; 10,000 that are far apart tell."""
+    rows = made.samples(32, spread=0.015)
+    _, report = judged(tmp_path, made.generic(tmp_path / "rows.jsonl", rows))
+    assert "swapped" in report["recorded"]["columns"]["unseen"]
+    assert any("swapped" in each["reason"] for each in report["not_tested"])
+    rows = made.samples(200, spread=0.3, length=(50, 51))
+    (tmp_path / "far").mkdir()
+    _, report = judged(tmp_path / "far", made.generic(tmp_path / "far.jsonl", rows))
+    assert report["recorded"]["columns"]["unseen"] == ""
+
+
 def test_a_list_that_is_short_in_every_nth_row_says_so(tmp_path):
     dump = made.generic(tmp_path / "rows.jsonl", made.samples(32))
     lines = dump.read_text().splitlines(keepends=True)
@@ -117,8 +134,6 @@ def test_rows_whose_ids_lost_a_token_are_named(tmp_path):
 
 
 def test_a_mask_by_another_name_is_named_with_the_flag(tmp_path):
-    from ..command import mismatch
-
     dump = made.generic(tmp_path / "rows.jsonl", made.samples(4))
     dump.write_text(dump.read_text().replace("action_mask", "response_mask"))
     done = mismatch("postmortem", dump, cwd=tmp_path)
@@ -157,26 +172,38 @@ def test_one_step_that_is_off_suspects_what_was_stale_there(tmp_path):
     assert "of step 2" in " ".join(said.split())
 
 
-def test_numbers_of_the_whole_file_decide(tmp_path, monkeypatch):
+@pytest.mark.parametrize("files", [1, 2])
+def test_numbers_that_were_read_decide_and_are_shown(tmp_path, monkeypatch, files):
     """Two prompts of one step are far apart, and are not among those that are compared."""
     import mismatch.features.recorded.command as command
+    from mismatch.cli.main import main
 
     rows = made.samples(400, length=(50, 60))
     bad = made.off(rows, [3, 11], spread=3.0)
-    made.generic(tmp_path / "dump" / "step_1.jsonl", rows, step=1)
-    made.generic(tmp_path / "dump" / "step_2.jsonl", bad, step=2)
+    for step, each in list(enumerate((rows, bad), start=1))[2 - files :]:
+        made.generic(tmp_path / "dump" / f"step_{step}.jsonl", each, step=step)
     monkeypatch.setattr(command, "MOST", 3_000)
-    recorded = command.read_recorded(tmp_path / "dump", most=3_000)
-    assert len(recorded.sequences) < 100
-    from mismatch.features.recorded import told
-    from mismatch.types import Judgement
-
-    sample = Judgement("k3_kl", "healthy", 5e-5, 1e-3, 1.3e-2, "")
-    whole, steps = recorded.sums.whole.step(0), recorded.sums.steps()
-    (decided,) = told.judged_by_all([sample], whole, steps)
-    assert decided.status == "unfit"
-    assert decided.value == pytest.approx(steps[1].k3)
-    assert "at step 2" in told.disagreement(whole, steps, 5e-5, 3_000)
+    sums = command.read_recorded(tmp_path / "dump").sums
+    out = tmp_path / "run"
+    monkeypatch.setattr(sys, "argv", ["mismatch", "postmortem", f"{tmp_path}/dump", f"--out={out}"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    report = json.loads((out / "report.json").read_text())
+    assert report["run"]["n_sequences"] < 100
+    k3 = report["comparisons"][0]["metrics"]["k3_kl"]
+    assert k3["value"] == pytest.approx(sums.whole.step(0).k3)
+    assert k3["low"] is None
+    (judged,) = [each for each in report["verdict"]["judgements"] if each["metric"] == "k3_kl"]
+    decides = max([sums.whole.step(0), *sums.steps()], key=lambda step: step.k3)
+    assert judged["value"] == pytest.approx(decides.k3)
+    assert judged["status"] == "unfit"
+    shown = number(decides.k3)
+    for name in ("report.md", "report.html"):
+        assert shown in (out / name).read_text()
+    again = mismatch("report", out)  # what is stored is what its numbers say
+    assert again.returncode in (0, 1), again.stderr
+    assert shown in again.stdout
 
 
 def test_a_gap_that_grows_along_the_response_is_said(tmp_path):

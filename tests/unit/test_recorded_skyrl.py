@@ -150,7 +150,7 @@ def test_a_batch_of_skyrl_loses_its_padding(
     assert (first.prompt, second.prompt) == ((5, 6, 7), (5, 6))
     assert first.attributes == {"step": "12"}
     assert list(got.remarks.values()) == [1]  # the row without a sampled token; the filler is gone
-    assert not got.unread
+    assert got.unread == {"advantages", "response_mask"}
 
 
 def test_postmortem_judges_a_batch_of_skyrl(dump: Any, tmp_path: Path) -> None:

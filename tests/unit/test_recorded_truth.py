@@ -48,20 +48,21 @@ def truths(draw: Any) -> list[list[made.Sample]]:
 
 
 @st.composite
-def folders(draw: Any) -> tuple[list[list[made.Sample]], str, dict[str, int], bool, bool]:
+def folders(draw: Any) -> tuple[list[list[made.Sample]], str, dict[str, Any], bool, bool]:
     """A truth, the framework that writes it, its ranks, foreign files, a torn last line."""
     form = draw(st.sampled_from(["generic", "generic.gz", "nemo-rl", "prime-rl", "miles", "slime"]))
-    ranks = {}
+    ranks: dict[str, Any] = {}
     if form == "miles":
         ranks = {name: draw(st.integers(1, 3 if name == "cp" else 2))
                  for name in ("tp", "cp", "pp", "dp")}  # fmt: skip
+        ranks["layout"] = draw(st.sampled_from(["thd", "bshd", "allgather"]))
     if form == "prime-rl":
         ranks = {"ranks": draw(st.integers(1, 3))}
     torn = draw(st.booleans()) and form in ("generic", "nemo-rl")
     return draw(truths()), form, ranks, draw(st.booleans()), torn
 
 
-def write(folder: Path, steps: list[list[made.Sample]], form: str, ranks: dict[str, int]) -> None:
+def write(folder: Path, steps: list[list[made.Sample]], form: str, ranks: dict[str, Any]) -> None:
     """Write the steps, the last one first: the order of files is no order of steps."""
     for step in reversed(range(len(steps))):
         rows = steps[step]

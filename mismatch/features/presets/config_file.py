@@ -8,12 +8,17 @@ composed.
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError, first_line, require_packages
+from mismatch.features.presets.rules import table
+from mismatch.run.files import LARGEST_YAML, read_regular
 from mismatch.run.provenance import variable
 from mismatch.run.yaml_file import parsed, read_mapping
 
@@ -22,24 +27,6 @@ INSTALL = (
     "print it without interpolations (verl: --cfg job --resolve), or: "
     "pip install 'train-infer-mismatch[verl]'"
 )
-
-
-# Framework -> sets of top-level keys of which its files have one, and no other framework's has; and
-# the flag that takes its files. Read in the frameworks' own examples, November 2026.
-OTHERS = {
-    "verl": ("actor_rollout_ref data",),
-    "ROLL": ("actor_train actor_infer", "actor_train rollout_batch_size"),
-    "NeMo-RL": ("grpo policy", "loss_fn policy"),
-    "prime-rl": ("orchestrator inference", "max_steps orchestrator", "trainer inference"),
-    "SkyRL": ("generator trainer",),
-    "AReaL": ("gconfig rollout", "allocation_mode actor", "gconfig actor"),
-    "open-instruct": ("dataset_mixer_list ground_truths_key",),
-    "axolotl": ("base_model datasets",),
-    "LLaMA-Factory": ("stage finetuning_type",),
-    "ms-swift": ("rlhf_type model",),
-    "torchtune": ("_component_", "tokenizer model loss"),
-}
-OWN = {"verl": ("--verl-config",)}
 
 
 @dataclass(frozen=True)
@@ -103,17 +90,8 @@ def read_config(flag: str, path: Path, overrides: Sequence[str] = ()) -> ConfigF
             override, or interpolations without OmegaConf.
     """
     where = f"{flag} {path}"
+    refuse_others(flag, path, where)
     tree = read_mapping(path, where)
-    whose = [
-        name for name, marks in OTHERS.items()
-        if flag not in OWN.get(name, ()) and any(set(m.split()) <= tree.keys() for m in marks)
-    ]  # fmt: skip
-    if whose:
-        fault = f"{where}: this is a configuration of {whose[0]}, by its keys"
-        fix = "give the flag of that framework, or name the settings yourself: --model, --dtype, …"
-        if own := OWN.get(whose[0]):
-            fix = f"give it to {own[0]}"
-        raise MismatchError(fault, fix)
     for text in overrides:
         try:
             _put(tree, text)
@@ -132,6 +110,33 @@ def read_config(flag: str, path: Path, overrides: Sequence[str] = ()) -> ConfigF
         return ConfigFile(str(path), tree, OmegaConf.create(tree))
     except OmegaConfBaseException as error:
         raise MismatchError(f"{where}: {first_line(error)}", "correct it in the file") from error
+
+
+def refuse_others(flag: str, path: Path, where: str) -> None:
+    """Refuse the file of another framework by its name; others.toml says how one is known.
+
+    Raises:
+        MismatchError: it has another framework's top-level keys, or is a script with its arguments.
+    """
+    try:
+        names = set(read_mapping(path, where))
+    except MismatchError:  # another syntax, or nothing that can be read
+        names = set()
+        with suppress(OSError, ValueError):
+            text = read_regular(path, LARGEST_YAML).decode("utf-8")
+            names = set(re.findall(r"(?<!\S)--[\w.-]+", text))
+            with suppress(tomllib.TOMLDecodeError):
+                names |= set(tomllib.loads(text))
+    for name, about in table("others").items():
+        if flag == about.get("flag") or not any(set(m.split()) <= names for m in about["marks"]):
+            continue
+        fix = "give the flag of that framework, or name the settings yourself: --model, --dtype, …"
+        if "flag" in about:
+            fix = f"give it to {about['flag']}"
+        elif "sample_as" in about:
+            fix = f"no flag takes it: --sample-as {about['sample_as']} samples as it does, and "
+            fix += "--model, --dtype, --temperature … name the other settings"
+        raise MismatchError(f"{where}: this is a configuration of {name}, by its keys", fix)
 
 
 def _at(tree: Any, key: str) -> Any:

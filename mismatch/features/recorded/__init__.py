@@ -18,7 +18,9 @@ FEATURE = Feature(
                  from_run="mismatch.features.recorded.facts:of_run",
                  checks="mismatch.features.recorded.facts:checks",
                  told="mismatch.features.recorded.facts:causes",
+                 measured="mismatch.features.recorded.facts:measured",
                  judged="mismatch.features.recorded.facts:judged",
+                 unseen="unseen",
                  reason="mismatch.features.recorded.facts:reason", order=50, chapter="why"),
     ),
 )  # fmt: skip

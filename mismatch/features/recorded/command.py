@@ -227,6 +227,8 @@ def summary(recorded: Recorded) -> str:
             f"{of.sequences} sequences apart, which the framework leaves out of the loss: mean "
             f"|delta| {number(of.abs_diff)}, k3 {number(of.k3)} ({of.tokens:,} tokens)"
         )
+    if said := recorded.ratios.sentence():
+        lines.append(said)
     if recorded.unread:
         lines.append(f"not read: the columns {', '.join(sorted(recorded.unread))}")
     return "\n".join(map(one_line, lines))

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 VERL = ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs",
-        "old_log_probs", "rm_scores")  # fmt: skip
-# What verl keeps of a row apart from tensors: the steps whose weights sampled it, and its id.
-VERL_OTHERS = ("min_global_steps", "max_global_steps", "uid")
+        "old_log_probs", "rm_scores", "rollout_is_weights")  # fmt: skip
+# What verl keeps of a row apart from tensors: the steps whose weights sampled it, its prompt's id,
+# and its turns.
+VERL_OTHERS = ("min_global_steps", "max_global_steps", "uid", "__num_turns__")
 # SkyRL removes rewards and uids before it writes.
 SKYRL = ("sequences", "attention_mask", "loss_mask", "rollout_logprobs", "action_log_probs")
 # Packages whose classes a batch's pickle may name. Nothing of them is imported: see Held.
@@ -41,20 +42,24 @@ READING, TIMES = 768 << 20, 16  # bytes that a file may take in the child, and t
 TIMEOUT_S = 600  # of the files of one step
 # slime's lists with one entry per sequence, and those whose names it gives an s.
 SLIME = ("tokens", "rollout_log_probs", "log_probs", "entropy", "weight_versions", "truncated")
-SLIMES = ("response_length", "total_length", "max_seq_len", "loss_mask", "reward")
+SLIMES = ("response_length", "max_seq_len", "loss_mask", "reward")
+# What a row takes otherwise, or what follows from it.
+SLIME_OTHERS = {"sample_indices", "sample_index", "partition", "rollout_position", "total_lengths",
+                "data_parallel_rank"}  # fmt: skip
 SLICED = ("rollout_log_probs", "log_probs", "entropy")  # by context-parallel ranks
 FOREIGN = "neither a train dump of slime or miles nor a batch of verl or SkyRL"
 COPIES = "copies that other ranks wrote of a sequence: counted once"
 JOINED = "sequences put together from the slices of context-parallel ranks"
 UNLIKE = "copies of a sequence with other values than the first rank's: counted too"
+CONTIGUOUS = "sequences put together from contiguous slices (allgather_cp), in the ranks' order"
 LACKS = "left out: slices of some context-parallel ranks are missing"
-ADDED = "remarks"  # of the line behind the rows
+ADDED, UNREAD = "remarks", "unread"  # of the line behind the rows
 
 _CHILDREN: dict[str, tuple[subprocess.Popen[str], Any]] = {}  # and their standard error
 
 
 def converted(
-    files: Sequence[Path], python: str | None, remarks: Counter[str]
+    files: Sequence[Path], python: str | None, remarks: Counter[str], unread: set[str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the fields of every row of files of torch or pickle.
 
@@ -62,6 +67,7 @@ def converted(
         files: of one step.
         python: interpreter of the environment that wrote the files.
         remarks: gets what was noticed while files were put together.
+        unread: gets the names of columns that no format here knows.
 
     Raises:
         Unreadable: no interpreter was given, or its torch refuses a file.
@@ -88,6 +94,7 @@ def converted(
         for number, row in Part(rows, 0).json_lines():
             if ADDED in row:
                 remarks.update(row[ADDED])
+                unread.update(row[UNREAD])
             else:
                 yield number, row
 
@@ -137,7 +144,7 @@ def main() -> None:
             with open(request["out"], "w", encoding="utf-8") as out:
                 ranks = Ranks()
                 for at in request["files"]:
-                    for row in counted(Path(at)):
+                    for row in counted(Path(at), ranks.unread):
                         if not ranks.takes(row):
                             out.write(json.dumps(row) + "\n")
                 for row in ranks.rows():
@@ -153,14 +160,14 @@ def main() -> None:
         answers.flush()
 
 
-def counted(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file as plain values.
+def counted(path: Path, unread: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file as plain values; ``unread`` gets the columns that are left out.
 
     Raises:
         ValueError: the rows hold more values than the file has bytes: one value is seen as many.
     """
     left = path.stat().st_size
-    for row in rows_of(path):
+    for row in rows_of(path, unread):
         left -= sum(map(count, row.values()))
         if left < 0:
             raise ValueError("it holds more values than bytes")
@@ -175,13 +182,15 @@ class Ranks:
         self.sizes: dict[Any, int] = {}
         self.seen: Counter[str] = Counter()
         self.remarks: Counter[str] = Counter()
+        self.unread: set[str] = set()
 
     def takes(self, row: dict[str, Any]) -> bool:
         """Keep a row that other ranks may have a part of; False: it is complete."""
         if "cp_size" not in row:
             return False
         size, rank = row.pop("cp_size"), row.pop("cp_rank")
-        alike = json.dumps([row.pop("index"), row["step"], row["tokens"], row["response_length"]])
+        of = row.get("sample_id"), row["step"], row["tokens"], row["response_length"]
+        alike = json.dumps(of)
         # A file may hold a sequence twice, e.g. to fill up a batch: each copy is a row.
         self.seen[f"{row['rank']} {alike}"] += 1
         key = alike, self.seen[f"{row['rank']} {alike}"]
@@ -204,73 +213,119 @@ class Ranks:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield every sequence, then what was noticed."""
+        cut = dict[Any, dict[str, dict[int, Any]]]()  # name -> rank -> its slice
         for key, slices in self.held.items():
-            size, first = self.sizes[key], next(iter(slices.values()))
-            count, cut = first["response_length"], False
-            for name in SLICED if size > 1 else ():
+            count = next(iter(slices.values()))["response_length"]
+            for name in SLICED if self.sizes[key] > 1 else ():
                 parts = {rank: row.get(name) for rank, row in slices.items()}
                 if any(part is not None and len(part) != count for part in parts.values()):
-                    cut = True
-                    whole = joined(first, parts, size)
-                    first[name] = whole if whole is not None else []
-            if cut and not all(first.get(name) for name in SLICED[:1]):
+                    cut.setdefault(key, {})[name] = parts
+        zigzag = {
+            name: all(
+                fits(first_of(self.held[key]), parts[name], self.sizes[key])
+                for key, parts in cut.items()
+                if name in parts
+            )
+            for name in SLICED
+        }
+        for key, slices in self.held.items():
+            size, first = self.sizes[key], first_of(slices)
+            of = cut.get(key, {})
+            for name, parts in of.items():
+                whole = joined(first, parts, size, zigzag[name])
+                first[name] = whole if whole is not None else []
+            if of and not all(first.get(name) for name in SLICED[:1]):
                 self.remarks[LACKS] += 1
                 continue
-            self.remarks[JOINED] += cut
+            self.remarks[JOINED if all(map(zigzag.get, of)) else CONTIGUOUS] += bool(of)
             yield first
-        if self.remarks:
-            yield {ADDED: +self.remarks}
+        if self.remarks or self.unread:
+            yield {ADDED: +self.remarks, UNREAD: sorted(self.unread)}
 
 
-def joined(row: dict[str, Any], parts: dict[int, Any], size: int) -> list[Any] | None:
-    """Return values of a response from the slices of context-parallel ranks; None where some lack.
+def first_of(slices: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of the first rank that was read."""
+    return next(iter(slices.values()))
 
-    A sequence is cut in 2 × size chunks, of which a rank has the n-th and the n-th from the end:
-    ``get_logits_and_tokens_offset_with_cp`` in miles' and slime's ``cp_utils.py``. With padded
-    rows ("bshd") the chunks are of the longest row of the batch.
+
+def spans(row: dict[str, Any], rank: int, size: int) -> list[tuple[int, int]]:
+    """Return which values of a response a context-parallel rank has, in order.
+
+    A sequence is cut in 2 × size chunks, of which a rank has the n-th and the n-th from the end
+    (zigzag): ``get_logits_and_tokens_offset_with_cp`` in miles' (31f1ca9) and slime's (624b824)
+    ``cp_utils.py``. Padded rows ("bshd") are cut as the longest row of the batch is, whose length
+    miles writes as max_seq_lens. ``allgather_cp`` computes on contiguous pieces of the whole batch
+    and changes them to this layout before anything is written (``allgather_cp_redistribute``).
     """
     total, count = len(row["tokens"]), row["response_length"]
     before = total - count
-    longest = row.get("max_seq_len") or total
+    longest = row.get("max_seq_len") if row.get("qkv_format") == "bshd" else total
     if type(longest) is not int or longest < total:
-        longest = total
+        return []
     chunk = (longest + 2 * size - 1) // (2 * size)
-    whole: list[Any] = [None] * count
-    filled = 0
+    found = []
+    for begin in (rank * chunk, (2 * size - rank - 1) * chunk):
+        first = max(begin, before - 1) + 1 - before
+        end = min(begin + chunk, total - 1) + 1 - before
+        if first < end:
+            found.append((first, end))
+    return found
+
+
+def fits(row: dict[str, Any], parts: dict[int, Any], size: int) -> bool:
+    """Return whether the slices that are there have the lengths of the zigzag layout."""
+    return all(
+        part is None or len(part) == sum(end - first for first, end in spans(row, rank, size))
+        for rank, part in parts.items()
+    )
+
+
+def joined(row: dict[str, Any], parts: dict[int, Any], size: int, zigzag: bool) -> Any:
+    """Return values of a response from the slices of its ranks; None where some lack.
+
+    Args:
+        zigzag: each rank has two chunks, see :func:`spans`; else each has one, in their order, as
+            a slime without ``_allgather_cp_redistribute`` has them.
+    """
+    if None in parts.values():
+        return None
+    count, filled = row["response_length"], 0
+    if not zigzag:
+        whole = [value for _, part in sorted(parts.items()) for value in part]
+        bshd = row.get("qkv_format") == "bshd"  # whose chunks nobody knows without max_seq_lens
+        return whole if len(whole) == count and len(parts) == size and not bshd else None
+    whole = [None] * count
     for rank, values in parts.items():
-        if values is None:
-            return None
         at = 0
-        for begin in (rank * chunk, (2 * size - rank - 1) * chunk):
-            first = max(begin, before - 1) + 1 - before
-            end = min(begin + chunk, total - 1) + 1 - before
-            if first < end:
-                whole[first:end] = values[at : at + end - first]
-                at += end - first
-        if at != len(values) or len(whole) != count:
-            return None
+        for first, end in spans(row, rank, size):
+            whole[first:end] = values[at : at + end - first]
+            at += end - first
         filled += at
-    return whole if filled == count else None
+    return whole if filled == len(whole) == count else None
 
 
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a dump of verl, SkyRL, slime or miles."""
-    batch, others, padded = load(path)
+def rows_of(path: Path, unread: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a dump of verl, SkyRL, slime or miles; see :func:`counted`."""
+    batch, others, padded = load(path, unread)
     if isinstance(batch, dict) and isinstance(batch.get("rollout_data"), dict):
-        yield from of_rank(batch, batch["rollout_data"])
+        yield from of_rank(batch, batch["rollout_data"], unread)
         return
     if isinstance(batch, dict) and isinstance(batch.get("samples"), list) and "dp_shards" in batch:
         for sample in batch["samples"]:  # slime's format_version 2: one file of all ranks
             row = {name: sample.get(name) for name in SLIME}
             row |= {name: sample.get(f"{name}s", sample.get(name)) for name in SLIMES}
+            row["sample_id"] = sample.get("sample_index")
+            row |= raw_reward(batch, sample.get("rollout_position"), unread)
             row = {name: value for name, value in row.items() if value is not None}
             row["rank"] = str(sample.get("data_parallel_rank", 0))
+            unread |= not_taken(sample)
             yield row | {"step": str(batch.get("rollout_id"))}
         return
     held = batch.keys()  # of a TensorDict only these are names
     names = [name for name in (SKYRL if "sequences" in held else VERL) if name in held]
     if names[:1] != ["sequences"] and "responses" not in names:
         raise ValueError(FOREIGN)
+    unread.update(str(name) for name in held if name not in names)
     of_rows = {name: others[name] for name in VERL_OTHERS if name in others}
     said = {"step": str(others["global_steps"])} if "global_steps" in others else {}
     columns = [*(batch[name] for name in names), *of_rows.values()]
@@ -278,20 +333,41 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
         yield dict(zip((*names, *of_rows), values, strict=True)) | {"padded": padded} | said
 
 
-def of_rank(batch: dict[str, Any], data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def of_rank(
+    batch: dict[str, Any], data: dict[str, Any], unread: set[str]
+) -> Iterator[dict[str, Any]]:
     """Yield the sequences of the file of one rank, each with what it takes to join ranks."""
     lists = {name: data.get(name) for name in SLIME}
     lists |= {name: data.get(f"{name}s") for name in SLIMES}
-    indices = data.get("sample_indices")
-    of_all = {"rank": str(batch.get("rank")), "step": str(batch.get("rollout_id"))}
+    lists["sample_id"], places = data.get("sample_indices"), data.get("partition")
+    of_all: dict[str, Any] = {"rank": str(batch.get("rank")), "step": str(batch.get("rollout_id"))}
+    of_all |= {"cp_rank": batch.get("cp_rank", 0), "cp_size": batch.get("cp_size", 1)}
+    of_all["qkv_format"] = batch.get("qkv_format")
+    unread |= not_taken(data)
     for number in range(len(data["tokens"])):
         row = {name: held[number] for name, held in lists.items() if held is not None}
-        row["index"] = None if indices is None else indices[number]
-        row |= {"cp_rank": batch.get("cp_rank", 0), "cp_size": batch.get("cp_size", 1)}
-        yield row | of_all
+        place = None if places is None else places[number]
+        yield row | of_all | raw_reward(data, place, unread)
 
 
-def load(path: Path) -> tuple[Any, dict[str, Any], bool]:
+def not_taken(data: dict[str, Any]) -> set[str]:
+    """Return the names of columns of slime and miles that no row takes."""
+    taken = {*SLIME, *SLIMES, *(f"{name}s" for name in SLIMES), *SLIME_OTHERS, "raw_reward"}
+    return {str(name) for name, held in data.items() if held is not None} - taken
+
+
+def raw_reward(data: dict[str, Any], place: Any, unread: set[str]) -> dict[str, Any]:
+    """Return the reward before normalisation, of the rollout's sample with this number."""
+    raw = data.get("raw_reward")
+    if raw is None:
+        return {}
+    if type(place) is int and isinstance(raw, list) and 0 <= place < len(raw):
+        return {"raw_reward": raw[place]}
+    unread.add("raw_reward")
+    return {}
+
+
+def load(path: Path, unread: set[str]) -> tuple[Any, dict[str, Any], bool]:
     """Return the batch of a file, what it says apart from tensors, and whether rows are padded.
 
     verl's ``gen_batch.dp`` is a pickle of a file of torch as bytes, or of arrays as bytes
@@ -328,11 +404,17 @@ def load(path: Path) -> tuple[Any, dict[str, Any], bool]:
             if state is None and isinstance(held, Held):
                 state = held.given[-1]
             if isinstance(state, dict) and "batch_dict" in state:
+                unread.update(
+                    str(name) for name, held in state["batch_dict"].items()
+                    if held is not None and name not in SKYRL
+                )  # fmt: skip
                 return tensors_of(state), others, True
             if not isinstance(state, tuple) or len(state) != 3:
                 raise ValueError(FOREIGN)
             others = {**plain_arrays(state[1]), **steps_of(state[2])}
+            unread.update(str(name) for name in state[1] or () if name not in others)
             if not isinstance(state[0], bytes):
+                unread.update(str(name) for name in state[0][2] if name not in VERL)
                 return dict(arrays_of_verl(state[0])), others, True
             source = io.BytesIO(state[0])
         batch = torch.load(source, weights_only=True, map_location="cpu")

@@ -38,6 +38,7 @@ from mismatch.features.recorded.parts import (
     named,
     parts_of,
 )
+from mismatch.features.recorded.ratios import Ratios
 from mismatch.metrics.row_sums import Row, Sums
 from mismatch.processes.spread import HERE, Where
 from mismatch.run.files import bounded_memory, open_parquet, open_regular
@@ -65,7 +66,7 @@ MISFIT = "lists of a row are of its sampled tokens, or of all its tokens: write 
 CUT_OFF = "left out: no JSON object, cut off or still written:"  # a line, and its place
 MASKS = ["response_mask", "loss_mask", "completion_mask", "labels_mask", "assistant_mask", "mask"]
 # What a row may say of where it came from, in any format; ``step`` also from the file's name.
-ATTRIBUTES = ("replica", "rank", "weight_version", "step", "environment")
+ATTRIBUTES = ("replica", "rank", "weight_version", "step", "environment", "sample_id")
 
 
 @dataclass
@@ -77,6 +78,8 @@ class Recorded:
     """Those that are kept: all, or of a large dump some prompts."""
     sums: Sums = field(default_factory=Sums)
     """Of every sequence."""
+    ratios: Ratios = field(default_factory=Ratios)
+    """Of every sequence that has them."""
     remarks: Counter[str] = field(default_factory=Counter)
     """Remark -> how often."""
     misfits: Counter[str] = field(default_factory=Counter)
@@ -88,7 +91,7 @@ class Recorded:
     entries: int = 0
     """Rows of the dump, those that were left out too."""
     unread: set[str] = field(default_factory=set)
-    """Columns of the generic format that it does not know."""
+    """Columns that no format here knows, or has no use for."""
     steps: set[str] = field(default_factory=set)
     """Of all sequences, those of steps that are left out too."""
     prompts: float = 1.0
@@ -99,6 +102,14 @@ class Recorded:
     """Files of a folder that were not read, and why."""
     masked: Sums = field(default_factory=Sums)
     """Of sequences that the framework leaves out of the loss: they decide nothing."""
+
+    def add(self, rows: list[Row], most: int | None) -> None:
+        """Count rows, and keep them; see :meth:`keep`."""
+        self.sums.add(rows)
+        for row in rows:
+            self.ratios.add(row)
+            row.ratios = None  # they are compared, and take memory
+        self.keep(rows, most)
 
     def keep(self, rows: list[Row], most: int | None) -> None:
         """Keep rows; of more than ``most`` tokens draw prompts, or rows where prompts are few."""
@@ -124,6 +135,7 @@ class Recorded:
         self.form = self.form or part.form
         for row in part.sequences:
             row.number += self.sums.rows
+        self.ratios.merge(part.ratios, self.sums.rows)
         self.sums.merge(part.sums)
         self.remarks += part.remarks
         self.misfits += part.misfits
@@ -248,10 +260,9 @@ def _read_part(
     ends: str,
 ) -> Recorded:
     recorded, place = Recorded(ends=ends), named(part.file)
-    known = {*GENERIC.split(), *ATTRIBUTES}
     most = most and min(most, 1 + int(SPARE * most * part.share))  # few rows leave a process
     waiting, tokens = list[Row](), 0
-    for number, entry in _entries(part, python, recorded.remarks, skip_torn):
+    for number, entry in _entries(part, python, recorded, skip_torn):
         where = partial(part.place, number)
         form = form or _form_of(entry, where, number == 1)
         recorded.form = form
@@ -261,7 +272,7 @@ def _read_part(
             fault = f"{where()}: no sequence of the format {form}: {error}"
             fix = "docs/how-to/recorded-runs.md lists the fields; --dump-format names another"
             raise MismatchError(fault, fix) from error
-        recorded.unread |= entry.keys() - known if form == "generic" else set()
+        recorded.unread |= entry.keys() - {*TAKEN[form].split(), *ATTRIBUTES}
         rows = [row for row in rows if _fits(row, where, recorded, ends)]
         recorded.entries += 1
         said = {
@@ -283,16 +294,14 @@ def _read_part(
             waiting.append(row)
         tokens += sum(len(row.token_ids) for row in rows)
         if tokens > TOGETHER:
-            recorded.sums.add(waiting)
-            recorded.keep(waiting, most)
+            recorded.add(waiting, most)
             waiting, tokens = [], 0
-    recorded.sums.add(waiting)
-    recorded.keep(waiting, most)
+    recorded.add(waiting, most)
     return recorded
 
 
 def _entries(
-    part: Part, python: str | None, remarks: Counter[str], skip_torn: bool
+    part: Part, python: str | None, recorded: Recorded, skip_torn: bool
 ) -> Iterator[tuple[int, Entry]]:
     """Yield the number and the fields of every row of a part of a file."""
     path = part.file
@@ -305,13 +314,13 @@ def _entries(
         fix = "write one JSON object per row, with lists of numbers: docs/how-to/recorded-runs.md"
         raise Unreadable(f"{path} is a table of text ({path.suffix})", fix)
     if start.startswith(PICKLED):
-        yield from converted((path, *part.others), python, remarks)
+        yield from converted((path, *part.others), python, recorded.remarks, recorded.unread)
     elif start == b"PAR1" or path.suffix == ".parquet":
         yield from _parquet(part)
     else:
 
         def cut(place: str) -> None:
-            remarks[f"{CUT_OFF} {place}"] += 1
+            recorded.remarks[f"{CUT_OFF} {place}"] += 1
 
         yield from part.json_lines(cut, skip_torn)
 
@@ -377,6 +386,9 @@ def _fits(row: Row, where: Callable[[], str], recorded: Recorded, ends: str) -> 
         fault = f"{where()}: the first token is sampled, and nothing predicts it"
         fix = "the mask is shifted, or the prompt is missing: write the prompt's ids too"
         raise MismatchError(fault, fix)
+    if row.ratios is not None and len(row.ratios) != count:
+        recorded.remarks["importance ratios that are not of the sampled tokens: not compared"] += 1
+        row.ratios = None
     sides = {"rollout": "logprobs", "trainer": "train_logprobs", "entropy": "entropy"}
     for side, name in sides.items():
         values = getattr(row, name)
@@ -415,6 +427,13 @@ def generic(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     row = _row(entry, ids, sampled, sampled, name, "train_logprobs", "entropy")
     row.prompt = entry.get("prompt_id")
     row.finish_reason = str(entry.get("finish_reason") or "unknown")
+    if row.finish_reason == "unknown" and type(entry.get("truncated")) in (int, bool):
+        row.finish_reason = "length" if entry["truncated"] else "stop"
+    _take_ratios(row, entry, sampled)
+    if entry.get("turn_ids") is not None:
+        row.turns = _ids(entry, "turn_ids")
+        if len(row.turns) != len(ids):
+            raise ValueError(f"turn_ids has {len(row.turns)} entries for {len(ids)} tokens")
     yield row
 
 
@@ -446,6 +465,9 @@ def prime_rl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     row.reward = next(filter(math.isfinite, reversed(rewards)), None)
     if entry.get("env_name"):
         row.attributes["environment"] = str(entry["env_name"])
+    if entry.get("export_sequence_idx") is not None:
+        row.attributes["sample_id"] = str(entry["export_sequence_idx"])
+    _take_ratios(row, entry, sampled)
     yield row
 
 
@@ -461,6 +483,7 @@ def slime(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     sampled = np.concatenate([np.zeros(context, np.bool_), response])
     row = _row(entry, ids, sampled, response, "rollout_log_probs", "log_probs", "entropy")
     row.prompt = tuple(ids[:context].tolist())
+    row.reward = _reward(entry.get("raw_reward", entry.get("reward")))
     if type(entry.get("truncated")) in (int, bool):
         row.finish_reason = "length" if entry["truncated"] else "stop"
     versions = entry.get("weight_versions")
@@ -537,7 +560,12 @@ def verl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     masked = "attention_mask" in entry
     there = _mask(entry, "attention_mask") if masked else np.ones(len(ids), np.bool_)
     row = _unpadded(entry, ids, there, mask, "rollout_log_probs", "old_log_probs")
-    row.prompt = tuple(prompt[there[: len(prompt)]].tolist())
+    row.prompt = entry.get("uid") or tuple(prompt[there[: len(prompt)]].tolist())
+    if entry.get("__num_turns__") is not None:
+        row.attributes["turns in the dump"] = str(entry["__num_turns__"])
+    if entry.get("rollout_is_weights") is not None:
+        weights = _numbers(entry, "rollout_is_weights")
+        row.ratios = weights[mask & there[len(prompt) :]] if len(weights) == len(mask) else weights
     _versions(row, [entry.get(name) for name in ("min_global_steps", "max_global_steps")])
     scores = entry.get("rm_scores")
     row.reward = None if scores is None else _reward(float(sum(scores)))
@@ -601,6 +629,25 @@ FORMS: dict[Form, tuple[Callable[[Entry, Counter[str]], Iterator[Row]], str]] = 
 # Of the generic format, which people write by hand: a misspelt field is named in the report.
 GENERIC = "token_ids action_mask prompt_token_ids response_token_ids logprobs rollout_logprobs "
 GENERIC += "train_logprobs entropy prompt_id reward finish_reason"
+GENERIC += " truncated turn_ids importance_ratio log_importance_ratio"
+_BATCH = "attention_mask padded "
+# Fields that are taken; all others of a row are said to be unread. Of files of torch and pickle,
+# convert.py says it.
+TAKEN: dict[Form, str] = {
+    "generic": GENERIC,
+    "nemo-rl": "token_ids token_loss_mask sample_loss_mask generation_logprobs prev_logprobs "
+    "input_lengths rewards",
+    "prime-rl": "token_ids loss_mask inference_logprobs trainer_logprobs entropy rewards env_name "
+    "importance_ratio log_importance_ratio export_sequence_idx",
+    "open-instruct": "prompt_tokens response_tokens logprobs reward request_info prompt_idx "
+    "finish_reason",
+    "torchtitan": "turns reward group_id",
+    "slime": "tokens response_length loss_mask rollout_log_probs log_probs entropy truncated "
+    "weight_versions reward raw_reward max_seq_len qkv_format",
+    "verl": f"{_BATCH} prompts responses response_mask rollout_log_probs old_log_probs rm_scores "
+    "rollout_is_weights min_global_steps max_global_steps uid __num_turns__",
+    "skyrl": f"{_BATCH} sequences loss_mask rollout_logprobs action_log_probs",
+}
 # Files that many have and that cannot be scored: fields that mark them, what they are, the remedy.
 TEXT_ONLY = (
     (
@@ -675,6 +722,15 @@ def _row(entry: Entry, ids: Ints, sampled: Bools, at: Bools, logprobs: str, *oth
     row = Row(ids, sampled, *values)
     row.reward = _reward(entry.get("reward"))
     return row
+
+
+def _take_ratios(row: Row, entry: Entry, sampled: Bools) -> None:
+    """Give a row the importance ratios of its sampled tokens, where its entry has some."""
+    for name, of in (("importance_ratio", np.array), ("log_importance_ratio", np.exp)):
+        if entry.get(name) is not None and row.ratios is None:
+            values = _numbers(entry, name)
+            with np.errstate(over="ignore"):
+                row.ratios = of(values[sampled] if len(values) == len(sampled) else values)
 
 
 def _context(row: Row) -> tuple[int, ...] | None:

@@ -10,6 +10,7 @@ import numpy as np
 from mismatch.analysis.cause_results import Cause
 from mismatch.codec import from_json
 from mismatch.features.recorded import told
+from mismatch.features.recorded.ratios import Ratios
 from mismatch.features.recorded.rows import LEAST_ROWS, RowGroups, row_groups
 from mismatch.keys import TRAIN
 from mismatch.metrics.row_sums import Step
@@ -17,7 +18,7 @@ from mismatch.metrics.token import exp_minus_linear
 from mismatch.reports.formatting import plural
 from mismatch.run.manifest import damage_named
 from mismatch.specs import CheckSpec
-from mismatch.types import Check, Judgement, Pair
+from mismatch.types import Check, CheckStatus, Estimate, Judgement, Pair
 
 FILE = "recorded.json"
 SCHEMA = "mismatch.recorded/1"
@@ -56,6 +57,7 @@ class RecordedFacts:
     steps: tuple[Step, ...] = ()
     """Of all sequences of the dump, as is ``whole``."""
     whole: Step | None = None
+    ratios: Ratios = field(default_factory=Ratios)
     schema: str = SCHEMA
 
 
@@ -74,11 +76,18 @@ class RecordedReport:
     """Of all sequences, where the report holds a part of them; else None."""
     growth: told.Growth | None = None
     """None: the mismatch does not grow over the steps."""
-    columns: str = ""
-    """What is wrong with the two columns as a whole."""
-    columns_fix: str = ""
+    columns: told.Columns = field(default_factory=told.Columns)
+    ratios: str = ""
+    """What the recorded importance ratios are; "": there are none."""
+    ratios_agree: bool = True
+    """They are of the two columns."""
     hidden: str = ""
     """What all tokens or a step show, and the compared tokens do not."""
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """What could not be looked for."""
+        return (self.columns.unseen,) if self.columns.unseen else ()
 
 
 def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
@@ -89,7 +98,7 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
         return None
     rows: RowGroups | None = None
     whole: Step | None = None
-    columns, k3 = ("", ""), 0.0
+    columns, k3 = told.Columns(), 0.0
     with damage_named(run_dir / FILE):
         facts = from_json(RecordedFacts, store.load_document(run_dir, FILE))
         if {TRAIN, "recorded:decode"} <= set(store.scoring_names(run_dir)):
@@ -107,7 +116,8 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
     hidden = told.disagreement(whole, steps, k3, rollout.n_actions) if rows is not None else ""
     return RecordedReport(
         facts.file, facts.format, facts.findings, rows, steps, whole,
-        told.growth_of(steps) if rows is not None else None, *columns, hidden,
+        told.growth_of(steps) if rows is not None else None, columns,
+        facts.ratios.sentence(), facts.ratios.agree(), hidden,
     )  # fmt: skip
 
 
@@ -121,9 +131,14 @@ def reason(result: RecordedReport) -> str:
     return result.growth.sentence() if result.growth is not None else ""
 
 
+def measured(result: RecordedReport, metrics: dict[str, Estimate]) -> dict[str, Estimate]:
+    """Return metrics of all tokens, where a part of them was compared."""
+    return metrics if result.whole is None else told.of_all(metrics, result.whole)
+
+
 def judged(result: RecordedReport, judgements: tuple[Judgement, ...]) -> tuple[Judgement, ...]:
-    """Return judgements in which all tokens and the worst step have their say."""
-    return told.judged_by_all(judgements, result.whole, result.steps)
+    """Return judgements in which the worst step has its say."""
+    return told.judged_by_steps(judgements, result.steps)
 
 
 def checks(result: RecordedReport) -> tuple[Check, ...]:
@@ -140,14 +155,24 @@ def checks(result: RecordedReport) -> tuple[Check, ...]:
     if result.rows is None:
         return (values,)
     more = []
-    if result.columns:
-        more.append(Check("recorded-columns", "inconclusive", result.columns, result.columns_fix))
+    if (found := result.columns).fault:
+        more.append(Check("recorded-columns", "inconclusive", found.fault, found.fix))
     if result.growth is not None:
         fix = "compare the weights of both sides after a sync: mismatch sync-probe"
         more.append(Check("recorded-growth", "warning", result.growth.sentence(), fix))
+    if result.ratios:
+        fix = "compare the log-probabilities that its ratio is made of with these columns: another "
+        fix += "pass, another version of the weights, or a correction that this page does not know"
+        status: CheckStatus = "passed" if result.ratios_agree else "warning"
+        fix = "" if result.ratios_agree else fix
+        more.append(Check("recorded-ratios", status, result.ratios, fix))
     if result.hidden:
         worst = told.worst_of(result.steps, "k3")
-        fix = f"look at this step alone: --step {worst.step}" if worst else "compare more: --step N"
+        fix = (
+            f"look at this step alone: --step {worst.step}"
+            if worst
+            else "look at parts of the dump alone: some prompts that were not drawn are far apart"
+        )
         more.append(Check("recorded-steps", "warning", result.hidden, fix))
     return *more, *_of_rows(result, result.rows, values)
 

@@ -89,7 +89,7 @@ def as_run(
         token_ids=_flat((row.token_ids for row in rows), np.int64),
         offsets=offsets,
         action_mask=mask,
-        turn=_flat((turns_of(row.sampled) for row in rows), np.int64),
+        turn=_flat((turns_of(row.sampled, row.turns) for row in rows), np.int64),
         prompt_index=np.asarray(prompts, np.int64)[order],
         finish_reason=tuple(row.finish_reason for row in rows),
         sampling=sampling,
@@ -130,13 +130,21 @@ def which_rows(rows: list[int]) -> str:
     return f"row {rows[0]}"
 
 
-def turns_of(sampled: Bools) -> Ints:
+def turns_of(sampled: Bools, recorded: Ints | None = None) -> Ints:
     """Return the turn of every token: 0 before the first sampled one, n from the n-th response on.
+
+    Args:
+        recorded: turn of every token, from any number; also parts responses that touch.
 
     >>> turns_of(np.array([False, True, True, False, True])).tolist()
     [0, 1, 1, 1, 2]
+    >>> turns_of(np.array([False, True, True, False, True]), np.array([0, 0, 1, 1, 2])).tolist()
+    [0, 1, 2, 2, 3]
     """
-    return np.cumsum(np.diff(sampled, prepend=False) & sampled)
+    begins = np.diff(sampled, prepend=False)
+    if recorded is not None:
+        begins |= np.diff(recorded, prepend=recorded[:1]) != 0
+    return np.cumsum(begins & sampled)
 
 
 def _flat(parts: Iterable[Any], kind: type[np.generic]) -> Any:
@@ -217,14 +225,17 @@ def keep(
     run = as_run(recorded, sampling, fingerprint, trainer if both else None)
     prompts = PromptSpec(num_prompts=run.rollout.n_prompts)
     spec = replace(spec, rollout=replace(spec.rollout, prompts=prompts, sampling=sampling))
-    ids = np.unique(run.rollout.token_ids).tolist()
-    texts = token_texts(tokenizer, ids) if tokenizer else {token: f"⟨{token}⟩" for token in ids}
+    ids = np.unique(run.rollout.token_ids).tolist() if tokenizer else []
+    texts = token_texts(tokenizer, ids) if tokenizer else {}  # nobody knows them
+    compared = both and sums.whole.tokens
     facts = RecordedFacts(
         file.name,
         recorded.form or "generic",
         run.findings,
         run.attributes,
-        *((sums.steps(), sums.whole.step(0)) if both and sums.whole.tokens else ()),
+        sums.steps() if compared else (),
+        sums.whole.step(0) if compared else None,
+        recorded.ratios,
     )
     with at_work(run_dir, "read-rollouts", spec, command, new=True):
         store.save_rollout(run_dir, run.rollout, made_by=spec.rollout)

@@ -37,7 +37,8 @@ def section(result: RecordedReport, report: Report) -> Section:
     """Show the values that cannot be true, the rows that are off, and the steps."""
     found = result.rows.sentence() if result.rows is not None else ""
     grown = result.growth.sentence() if result.growth is not None else ""
-    warned = (result.columns, grown, result.hidden, found)
+    ratios = "" if result.ratios_agree else result.ratios
+    warned = (result.columns.fault, grown, result.hidden, found, ratios)
     sentences = []
     for bound, name, label in CROSSED:
         # k3 beyond every number is stored as null, and read as NaN.
@@ -49,6 +50,8 @@ def section(result: RecordedReport, report: Report) -> Section:
         sentences.append(f"At step {empty} no token has a number on both sides.")
     if result.growth is not None:
         sentences.insert(0, f"{capital(result.growth.sentence())}.")
+    if result.ratios:
+        sentences.append(f"{capital(result.ratios)}.")
     if result.hidden:
         sentences.insert(0, f"{capital(result.hidden)}.")
     enough = result.rows is not None and result.rows.rows >= LEAST_ROWS

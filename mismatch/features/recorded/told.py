@@ -12,10 +12,11 @@ from mismatch.features.recorded.rows import RowGroups
 from mismatch.metrics.inference import student
 from mismatch.metrics.row_sums import Step
 from mismatch.reports.formatting import number
-from mismatch.types import Judgement, Pair
+from mismatch.types import Estimate, Judgement, Pair
 
 LEAST_STEPS = 5
 GROWS = 2.0  # times the first steps' mean |delta|; steps of a clean run differ by 1.3
+APART = 1.5  # times the mean over the steps, from which a step's own number decides
 IN_ORDER = 0.7  # rank correlation of mean |delta| with the step; of 8 equal steps 1 in 40 has it
 STEP_TOKENS = 2_000  # of a step whose own numbers decide; fewer have too wide an interval
 # Metrics of the levels table, and what a step has of them.
@@ -44,8 +45,6 @@ class Growth:
 
 def growth_of(steps: Sequence[Step]) -> Growth | None:
     """Return how the mismatch grows; None where it does not, or where steps are few."""
-    from scipy.stats import spearmanr
-
     held = [step for step in steps if step.tokens]
     if len(held) < LEAST_STEPS:
         return None
@@ -54,7 +53,8 @@ def growth_of(steps: Sequence[Step]) -> Growth | None:
     before, after = float(np.median(sizes[:part])), float(np.median(sizes[-part:]))
     if not after > GROWS * before > 0:
         return None
-    if not spearmanr(np.arange(len(sizes)), sizes).statistic > IN_ORDER:
+    ranks = np.argsort(np.argsort(sizes, kind="stable"), kind="stable")
+    if not np.corrcoef(np.arange(len(sizes)), ranks)[0, 1] > IN_ORDER:
         return None
     return Growth(held[0].step, held[-1].step, before, after)
 
@@ -65,27 +65,34 @@ def worst_of(steps: Sequence[Step], name: str) -> Step | None:
     return max(held, key=lambda step: getattr(step, name), default=None)
 
 
-def judged_by_all(
-    judgements: Sequence[Judgement], whole: Step | None, steps: Sequence[Step]
-) -> tuple[Judgement, ...]:
-    """Return judgements with the numbers of all tokens and of the worst step, where those decide.
+def of_all(metrics: dict[str, Estimate], whole: Step) -> dict[str, Estimate]:
+    """Return metrics with their values of all tokens; an interval that excludes one is left out."""
+    found = dict(metrics)
+    for name, of_step in OF_STEP.items():
+        if (each := metrics.get(name)) is None:
+            continue
+        value = getattr(whole, of_step)
+        inside = each.low is not None and each.high is not None and each.low <= value <= each.high
+        flags = each.flags if inside else ("overflow",) * bool(np.isinf(value))
+        low, high = (each.low, each.high) if inside else (None, None)
+        found[name] = replace(each, value=value, low=low, high=high, flags=(*flags, "whole-dump"))
+    return found
 
-    Args:
-        whole: of all tokens, where a part of them was compared.
-    """
+
+def judged_by_steps(
+    judgements: Sequence[Judgement], steps: Sequence[Step]
+) -> tuple[Judgement, ...]:
+    """Return judgements with the numbers of the worst step, where those decide."""
     judged = []
     for each in judgements:
         name = OF_STEP.get(each.metric, "")
         worst = worst_of(steps, name) if name else None
-        if worst is not None and not getattr(worst, name) > GROWS * each.value:
-            worst = None  # no step hides in the mean: its interval decides
-        values = [getattr(step, name) for step in (whole, worst) if name and step is not None]
-        beyond = [value for value in values if not value <= each.unfit]
-        if beyond and each.status != "unfit":
-            each = replace(each, status="unfit", value=max(beyond), inconclusive=False)
-        elif whole is not None and name and each.status == "healthy":
-            value = getattr(whole, name)
-            if not value <= each.healthy:
+        # No step hides in a mean that is nearly as large: its interval decides.
+        if worst is not None and getattr(worst, name) > APART * each.value:
+            value = getattr(worst, name)
+            if not value <= each.unfit and each.status != "unfit":
+                each = replace(each, status="unfit", value=value, inconclusive=False)
+            elif not value <= each.healthy and each.status == "healthy":
                 each = replace(each, status="tolerable", value=value)
         judged.append(each)
     return tuple(judged)
@@ -104,41 +111,74 @@ def disagreement(whole: Step | None, steps: Sequence[Step], compared: float, tok
     return f"k3 is {' and '.join(parts)}, and {number(compared)} of the {tokens:,} compared tokens"
 
 
-def columns_of(pair: Pair) -> tuple[str, str]:
-    """Return what is wrong with the two columns, and a fix; "" where nothing is seen."""
+@dataclass(frozen=True)
+class Columns:
+    """What is wrong with the two columns; "" where nothing is seen."""
+
+    fault: str = ""
+    fix: str = ""
+    unseen: str = ""
+    """Why it cannot be seen whether they are swapped."""
+
+
+def columns_of(pair: Pair) -> Columns:
+    """Return whether one column is a copy of the other, or the two are swapped.
+
+    Tokens are drawn from the rollout's distribution p: the mean of q/p is 1, whatever the trainer's
+    q is. Of swapped columns the mean is that of p/q, which is larger by mean(delta²), about
+    2 KL(p ‖ q). The sign of the mean of delta shows the same with half the strength.
+    """
     delta = pair.delta
     if not np.any(delta):
-        return (
+        return Columns(
             f"all {len(delta):,} values of the trainer equal the sampler's to the last bit",
             "is one a copy of the other, e.g. of a trainer that takes the sampler's values "
             "(bypass_mode, an on-policy override)? record what the trainer computes itself",
         )
-    low, high = (_ratio_off(sign * delta, pair.prompt[pair.sequence]) for sign in (1.0, -1.0))
-    if abs(low) > ERRORS and abs(high) < 2.0:
-        return (
+    prompt = pair.prompt[pair.sequence]
+    low, high = (ratio_off(sign * delta, prompt) for sign in (1.0, -1.0))
+    if abs(low.errors) > ERRORS and abs(high.errors) < 2.0:
+        return Columns(
             "the columns fit better the other way round: the mean of exp(train - rollout) is "
-            f"{abs(low):.0f} standard errors from 1, that of exp(rollout - train) {abs(high):.1f}",
+            f"{abs(low.errors):.0f} standard errors from 1, that of exp(rollout - train) "
+            f"{abs(high.errors):.1f}",
             "is rollout what the engine gave, and train what the trainer computed?",
         )
-    return "", ""
+    shown = float(np.mean(delta * delta)) / low.error if low.error else 0.0
+    if shown >= ERRORS:
+        return Columns()
+    tokens = float(f"{len(delta) * (ERRORS / shown) ** 2:.2g}") if shown else 0.0
+    needs = f"; about {tokens:,.0f} would" if tokens else ""
+    size = f"{len(delta):,} tokens that are {number(float(np.abs(delta).mean()))} nats apart"
+    return Columns(unseen=f"whether the two columns are swapped: {size} cannot tell{needs}")
 
 
-def _ratio_off(delta: np.ndarray, prompt: np.ndarray) -> float:
+@dataclass(frozen=True)
+class RatioOff:
+    """How far the mean of exp(delta) is from 1, by prompts."""
+
+    errors: float = 0.0
+    """In standard errors."""
+    error: float = 0.0
+    """The standard error; 0: there is none."""
+
+
+def ratio_off(delta: np.ndarray, prompt: np.ndarray) -> RatioOff:
     """Return how many standard errors, by prompts, the mean of exp(delta) is from 1."""
     kinds, kind = np.unique(prompt, return_inverse=True)
     if len(kinds) < LEAST_STEPS:
-        return 0.0
+        return RatioOff()
     with np.errstate(over="ignore"):
         sums = np.bincount(kind, np.expm1(delta))
     if not np.isfinite(sums).all():
-        return 0.0
+        return RatioOff()
     count = np.bincount(kind)
     mean = sums.sum() / count.sum()
     error = np.sqrt(((sums - mean * count) ** 2).sum() * len(kinds) / (len(kinds) - 1))
-    error /= count.sum()
+    error *= student(len(kinds) - 1) / 1.96 / count.sum()
     if not error > 0 or not np.isfinite(error):
-        return 0.0
-    return float(mean / error) * 1.96 / student(len(kinds) - 1)
+        return RatioOff()
+    return RatioOff(float(mean / error), float(error))
 
 
 def causes_of(

@@ -199,4 +199,6 @@ def _line(step: Step, name: str, rows: str, usual: float | None, recorded: Recor
         text = f"no finite ratio at {sums.worst[1]}: {sums.worst[0]:.4g} nats; {text}"
     if usual is not None and step.abs_diff > WORSE * usual:
         text += f"; {step.abs_diff / usual:.1f}× the first steps"
+    if not recorded.ratios.agree():
+        text += f"; {recorded.ratios.sentence()}"
     return f"{name}: {text}; {rows}" if rows else f"{name}: {text}"
