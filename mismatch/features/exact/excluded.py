@@ -14,7 +14,7 @@ from mismatch.experiments.fixes.context import context_of
 from mismatch.experiments.fixes.spec_edits import ABSENT, engine_argument
 from mismatch.facts import SideFacts
 from mismatch.features.exact.results import Excluded
-from mismatch.features.exact.section import settings
+from mismatch.features.exact.section import TITLE
 from mismatch.reports.section import Section
 from mismatch.specs import OWN_SCORER, CheckSpec
 
@@ -173,5 +173,10 @@ def excluded(stack: Stack) -> tuple[Excluded, ...]:
 
 
 def planned(spec: CheckSpec) -> Section:
-    """Return what a dry run shows of equal bits."""
-    return settings(excluded(Stack.planned(spec)))
+    """Return what a dry run shows of equal bits: a line for each setting, which 80 columns hold."""
+    notes = []
+    for row in excluded(Stack.planned(spec)):
+        word = "excluded" if row.certain else "not promised"
+        by = f"; removed by {row.remove}" if row.remove else ""
+        notes.append(f"{word}, {row.side}: {row.what}{by}")
+    return Section("exact-settings", TITLE, notes=notes)

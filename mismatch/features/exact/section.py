@@ -99,11 +99,14 @@ def section(result: Exactness, report: Report) -> Section:
     )
 
 
+TITLE = "Settings that exclude equal bits, or with which nobody promises them"
+
+
 def settings(found: tuple[Excluded, ...]) -> Section:
     """Return the settings that exclude equality in one stack."""
     return Section(
         "exact-settings",
-        "Settings that exclude equal bits, or with which nobody promises them",
+        TITLE,
         tables=[Table.of(EXCLUDED, found)],
         short=f"{plural(len(found), 'setting')} of this stack",
     )
