@@ -92,9 +92,9 @@ class Analysis:
         name = getattr(self, part)
         return load(name)(*given) if name else None
 
-    def not_seen(self, result: Any) -> tuple[str, ...]:
-        """Return what a result could not see, a sentence each."""
-        return tuple(map(str, getattr(result, self.unseen))) if self.unseen else ()
+    def not_seen(self, result: Any) -> tuple[Any, ...]:
+        """Return what a result could not see, each a sentence or a NotTested."""
+        return tuple(getattr(result, self.unseen)) if self.unseen else ()
 
     def write(self, result: Any) -> dict[str, Any]:
         """Return the keys of report.json that hold it."""

@@ -198,14 +198,16 @@ def rounds_alike(square: Square) -> bool | None:
     Differences grow through the layers, and so correlations fall: of a clean model of 30 layers
     they are near 0. The side that rounds more like the plain forward says how far they fall.
     None where that is not asked: of two functions or precisions, of a side that rounds more than
-    it may, and on devices without calibration. On GPUs kernels are independent by nature.
+    it may or has tokens that are far off, and on devices without calibration. On GPUs kernels are
+    independent by nature.
     """
     found = square.correlation
-    off = [
+    off: list[Finding | Displaced] = [
         each
         for each in square.findings
         if each.standing == "beyond" or (each.evidence == "gap" and each.standing != "within")
     ]
+    off += [each for each in square.displaced if each.standing == "beyond"]
     if square.unmeasured or off:
         return None
     plains = {leg.plain for leg in square.legs if leg.side in ("engine", "trainer")}

@@ -81,7 +81,7 @@ from mismatch.pipeline.document import (
 from mismatch.pipeline.on_disk import with_disk
 from mismatch.pipeline.preflight import require_a_law
 from mismatch.pipeline.tokens import token_table
-from mismatch.plugins import features, step_label
+from mismatch.plugins import Analysis, features, step_label
 from mismatch.processes.stages import LABEL as FLOAT32_ENGINE
 from mismatch.run import manifest, store
 from mismatch.run.manifest import damage_named
@@ -238,7 +238,7 @@ def build_report(
         # What it read fails before what follows from it in the numbers.
         first = [check for check in read if analysis.told and check.status == "failed"]
         checks = [*first, *checks, *(check for check in read if check not in first)]
-        unseen += [NotTested(analysis.id, reason) for reason in analysis.not_seen(result)]
+        unseen += not_seen(analysis, result)
     for feature in features():
         if feature.check_step and (error := read_error(run_dir, step_label(feature))) is not None:
             unseen.append(NotTested(feature.name, error.message, error.fix))
@@ -325,10 +325,18 @@ def measured(
             missing.append(result)
         elif result is not None:
             results[analysis.id] = result
-            missing += [NotTested(analysis.id, reason) for reason in analysis.not_seen(result)]
+            missing += not_seen(analysis, result)
     failures = results["causes"].failures if "causes" in results else ()
     attempts.failed += [internal_error(f"detector {f.detector}", f.error) for f in failures]
     return results, missing
+
+
+def not_seen(analysis: Analysis, result: Any) -> list[NotTested]:
+    """Return what a result could not see; a sentence goes by the name of the analysis."""
+    return [
+        each if isinstance(each, NotTested) else NotTested(analysis.id, str(each))
+        for each in analysis.not_seen(result)
+    ]
 
 
 def run_artefacts(

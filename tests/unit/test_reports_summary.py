@@ -233,8 +233,9 @@ def test_a_healthy_run_has_nothing_to_fix() -> None:
 
 
 def test_a_metric_that_another_estimate_decided_says_so_and_asks_for_nothing() -> None:
-    decided = Judgement("exact_kl", "healthy", 1e-4, 2e-3, 0.013, "x", inconclusive=True)
     base = make_report().comparisons[0]
+    value = base.metrics["k3_kl"].value
+    decided = Judgement("exact_kl", "healthy", value, 2e-3, 0.013, "x", inconclusive=True)
     metrics = base.metrics | {"exact_kl": replace(base.metrics["k3_kl"], flags=())}
     report = replace(make_report(), comparisons=(replace(base, metrics=metrics),))
     (row,) = summary.judged_rows(with_verdict(report, decided))
