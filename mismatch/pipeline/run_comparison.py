@@ -48,7 +48,8 @@ DECIDING = (*RANKED_BY, "routing_disagree_layer")
 ALSO = ("logprob_abs_diff_p999", "logprob_abs_diff_max", "kl", "ratio_mean", "routing_disagree_any")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
-Outcome = Literal["better", "worse", "mixed", "undecided", "none"]
+Outcome = Literal["better", "worse", "mixed", "undecided", "none", "not comparable"]
+APART: Outcome = "not comparable"  # of runs that differ in more than an engine or a trainer
 Basis = Literal["paired", "prompts", "intervals"]
 
 
@@ -152,7 +153,7 @@ class Gate:
     margin: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RunComparison:
     """Two or more saved runs.
 
@@ -170,6 +171,11 @@ class RunComparison:
     notes: tuple[str, ...]
     gate: Gate | None = None
 
+    def __repr__(self) -> str:
+        first, *others = zip(self.runs, self.outcomes, strict=True)
+        said = ", ".join(f"{run.run} {outcome}" for run, outcome in others)
+        return f"RunComparison(against {first[0].run}: {said})"
+
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **to_json(self)}
 
@@ -183,6 +189,9 @@ class RunComparison:
 
 def compare_runs(paths: Sequence[Path]) -> RunComparison:
     """Compare saved runs with the first of them.
+
+    One of other prompts, lengths, weights or another model shows its numbers, and is neither better
+    nor worse.
 
     Raises:
         MismatchError: fewer than two different runs, or a report that is missing or damaged.
@@ -199,8 +208,30 @@ def compare_runs(paths: Sequence[Path]) -> RunComparison:
     ]
     notes.append(f"verdicts are {UNVERIFIED}")
     tests = len(DECIDING) * len(others)
-    notes += [error.message for run in others for error in obstacles(first, run, tests)]
-    return compared(runs, notes)
+    apart: set[int] = set()
+    for at, run in enumerate(others, 1):
+        for error in obstacles(first, run, tests):
+            notes.append(f"{error.message}: {error.fix}")
+            apart.add(at)
+    return _without_moves(compared(runs, notes), apart)
+
+
+def _without_moves(result: RunComparison, apart: set[int]) -> RunComparison:
+    """Return the comparison in which some runs, by their place, are not compared."""
+    outcomes = tuple(APART if at in apart else each for at, each in enumerate(result.outcomes))
+    lines = [
+        replace(
+            line,
+            moves=tuple(
+                replace(move, p_value=None, outcome=None, significant=False)
+                if move is not None and at in apart
+                else move
+                for at, move in enumerate(line.moves)
+            ),
+        )
+        for line in result.metrics
+    ]
+    return replace(result, outcomes=outcomes, metrics=tuple(lines))
 
 
 def against(

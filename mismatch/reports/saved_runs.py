@@ -29,6 +29,7 @@ SENTENCES = {
     "mixed": "{} is worse than {} in one metric and better in another.",
     "undecided": "{} may be worse than {}: too few prompts to say.",
     "none": "{} does not differ significantly from {}.",
+    "not comparable": "{} is not comparable with {}.",
 }
 NO_CHANGE = {"none": "no significant difference"}  # other outcomes are words as they are
 TONE_OF: dict[str | None, Tone] = {
@@ -98,14 +99,15 @@ def runs_page(result: RunComparison) -> Page:
             file="against",
         )
     worse = sum(TONE_OF.get(outcome) == "warn" for outcome in outcomes)
+    apart = set(outcomes) == {"not comparable"}
     said = [
         SENTENCES[str(outcome)].format(side.run, first.run)
         for side, outcome in zip(others, outcomes, strict=True)
     ]
     return Page(
         kind=f"{len(result.runs)} runs side by side",
-        word=f"{worse} of {len(others)} worse" if worse else "none worse",
-        tone="warn" if worse else "healthy",
+        word=f"{worse} of {len(others)} worse" if worse else words[0] if apart else "none worse",
+        tone="warn" if worse or apart else "healthy",
         reason=" ".join(said).rstrip("."),
         title=first.model,
         facts=facts,

@@ -312,6 +312,13 @@ def test_what_cannot_be_compared_is_refused_by_name(
     with pytest.raises(MismatchError, match=named) as caught:
         against(old, new)
     assert caught.value.fix
+    if other.get("tokens", True):  # side by side, by the same rule
+        result = compare_runs([old, new])
+        assert result.outcomes == (None, "not comparable")
+        assert not [move for line in result.metrics if (move := line.moves[1]) and move.significant]
+        assert any(caught.value.fix in note for note in result.notes)
+        assert runs_page(result).word == "not comparable"
+        assert "not comparable" in repr(result)
 
 
 @pytest.mark.parametrize("name", ["report.json", "tokens.parquet"])
