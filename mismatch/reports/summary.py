@@ -500,7 +500,9 @@ def next_steps(report: Report) -> list[str]:
         wrong = [check for check in wrong if not _wants_more(check)]
     steps += [f"Fix {line(check.id)}: {line(check.fix or check.detail)}" for check in wrong]
     if report.verdict.status == "broken" and not (causes and causes.ranked):
-        steps += [] if report.result("explain") else _experiment(wrong)
+        # A dump has nothing that could be run again.
+        none = report.result("explain") or headline(report).rollout == Key.of("recorded", "decode")
+        steps += [] if none else _experiment(wrong)
     if report.verdict.status == "tolerable":
         steps += [_measure(report)] if more else _more_prompts(report)
     # Weights in two forms are a cause already, and the float32 reference holds only one of them.

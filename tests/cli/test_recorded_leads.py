@@ -49,6 +49,31 @@ def test_numbers_that_are_no_logarithms_are_named_before_any_cause(tmp_path, rol
     assert not report.get("causes", {}).get("ranked")
 
 
+def test_two_columns_of_numbers_are_enough_and_a_refusal_shows_them(tmp_path):
+    draws = np.random.default_rng(0)
+    rows = []
+    for row in range(60):
+        rollout = -draws.exponential(1.0, 40) - 0.2
+        train = rollout + draws.normal(0, 0.01, 40)
+        columns = {"rollout_logprobs": rollout.tolist(), "train_logprobs": train.tolist()}
+        rows.append(columns | {"step": row // 20})
+    dump = tmp_path / "two.jsonl"
+    dump.write_text("\n".join(map(json.dumps, rows)))
+    _, report = judged(tmp_path, dump)
+    found = report["comparisons"][0]["metrics"]["logprob_abs_diff_mean"]
+    assert (found["n_tokens"], found["n_prompts"]) == (60 * 40, 60)
+    deltas = [np.subtract(r["train_logprobs"], r["rollout_logprobs"]) for r in rows]
+    assert found["value"] == pytest.approx(np.abs(deltas).mean(), rel=1e-5)
+    (tmp_path / "other.jsonl").write_text(json.dumps({"lp": [1, 2]}) + "\n")
+    refused = mismatch("postmortem", tmp_path / "other.jsonl", "--out", tmp_path / "no")
+    shape = '{"rollout_logprobs": […], "train_logprobs": […]}'
+    assert shape in refused.stderr
+    assert set(json.loads(shape.replace("…", ""))) <= rows[0].keys()
+    rows[3]["train_logprobs"].pop()
+    dump.write_text("\n".join(map(json.dumps, rows)))
+    assert "39" in mismatch("postmortem", dump, "--out", tmp_path / "short").stderr
+
+
 def test_a_ratio_that_is_no_number_is_the_headline(tmp_path):
     rows = made.samples(32)
     far = [*rows[5].rollout[:3], -1000.0, *rows[5].rollout[4:]]

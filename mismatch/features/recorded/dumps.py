@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, in_list
 from mismatch.features.recorded.convert import LACKS, converted
 from mismatch.features.recorded.parts import (
     LARGE_BYTES,
@@ -416,7 +417,10 @@ def _with_length(values: Floats, count: int, ends: str) -> Floats:
 
 
 def generic(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
-    """Read the documented schema: ids with a mask, or the prompt's and the response's ids."""
+    """Read the documented schema: ids with a mask, the prompt's and the response's ids, or numbers
+    alone, of the tokens of a response."""
+    if not {"token_ids", "response_token_ids"} & entry.keys():
+        entry = _without_ids(entry)
     if "token_ids" in entry:
         ids, sampled = _ids(entry, "token_ids"), _mask(entry, "action_mask")
     else:
@@ -435,6 +439,26 @@ def generic(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
         if len(row.turns) != len(ids):
             raise ValueError(f"turn_ids has {len(row.turns)} entries for {len(ids)} tokens")
     yield row
+
+
+def _without_ids(entry: Entry) -> Entry:
+    """Return a row of numbers alone with ids: a prompt of one token, then a response of zeros.
+
+    Prompts of equal ids count as one, so the prompt's id is made of what tells it from others.
+    """
+    name = "rollout_logprobs" if "rollout_logprobs" in entry else "logprobs"
+    count, prompt = len(_list(entry, name)), entry.get("prompt_id")
+    told = _numbers(entry, name).tobytes() if prompt is None else str(prompt).encode()
+    whole: list[Any] = [1] * count
+    mask = _list(entry, "action_mask") if "action_mask" in entry else whole
+    ids = [zlib.crc32(told) % LARGEST_ID, *[0] * count]
+    columns = (name, "train_logprobs", "entropy", "importance_ratio", "log_importance_ratio")
+    held = [each for each in columns if isinstance(entry.get(each), list | np.ndarray)]
+    for each in held:
+        if len(entry[each]) != count:
+            raise ValueError(f"{each} has {len(entry[each])} entries for {count} of {name}")
+    longer = {each: [0.0, *entry[each]] for each in held}
+    return entry | longer | {"token_ids": ids, "action_mask": [0, *mask]}
 
 
 def nemo_rl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
@@ -621,7 +645,10 @@ FORMS: dict[Form, tuple[Callable[[Entry, Counter[str]], Iterator[Row]], str]] = 
     "prime-rl": (prime_rl, "inference_logprobs"),
     "nemo-rl": (nemo_rl, "generation_logprobs"),
     "slime": (slime, "tokens response_length"),
-    "generic": (generic, "token_ids|response_token_ids"),
+    "generic": (
+        generic,
+        "token_ids|response_token_ids|rollout_logprobs train_logprobs|logprobs train_logprobs",
+    ),
     "verl": (verl, "responses response_mask"),
     "skyrl": (skyrl, "sequences loss_mask"),
     "torchtitan": (torchtitan, "turns"),
@@ -671,6 +698,12 @@ TEXT_ONLY = (
 )
 
 
+SHAPES = (
+    'rows like {"token_ids": […], "action_mask": […], "rollout_logprobs": […], '
+    '"train_logprobs": […]}, or {"rollout_logprobs": […], "train_logprobs": […]} of the response'
+)
+
+
 def _form_of(entry: Entry, where: Callable[[], str], first: bool) -> Form:
     for form, (_, marks) in FORMS.items():
         if any(set(each.split()) <= entry.keys() for each in marks.split("|")):
@@ -679,7 +712,7 @@ def _form_of(entry: Entry, where: Callable[[], str], first: bool) -> Form:
         if fields <= set(entry):
             raise Unreadable(f"{where()}: {what}, and tokens are what is compared", remedy)
     fault = f"{where()}: no known format (fields: {', '.join(sorted(entry)) or 'none'})"
-    fix = f"one of {', '.join(FORMS)}: docs/how-to/recorded-runs.md lists their fields"
+    fix = f"{SHAPES}; or what {in_list(list(FORMS), 9)} write: docs/how-to/recorded-runs.md"
     raise Unreadable(fault, fix, foreign=first)
 
 
