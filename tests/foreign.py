@@ -125,6 +125,8 @@ INPUTS: dict[str, dict[str, Row]] = {
     },
     "losses": {},
     "metrics": {},
+    "explain": {},
+    "demo": {},
     "doctor": {},
 }
 # Flags of text or a path that name no foreign input: names and choices, your own code, the
@@ -135,7 +137,7 @@ OWN = {
     *("kernel_experts", "push", "reward", "scorer", "engine", "engine_arg", "verl_override"),
     *("inject", "arms", "fix", "id", "name", "left", "right", "path", "scoring", "seeds"),
     *("task", "dtype", "gpus", "revision", "served_model", "answer_column", "prompt_column"),
-    *("dataset_config", "dataset_split", "dask", "log_to"),
+    *("dataset_config", "dataset_split", "dask", "log_to", "require"),
 }
 
 

@@ -70,7 +70,7 @@ CORE = (
     _Fixes("fixes", "mismatch.experiments.results:FixTable",
            section=f"{_SHOWN}.fixes:section", order=5),
     Analysis("explain", "mismatch.experiments.results:Explanation",
-             section=f"{_SHOWN}.explain:section", order=9),
+             section=f"{_SHOWN}.experiments:section", order=9),
     Analysis("long_sequence", f"{_HERE}.results:LongSequence",
              section=f"{_SHOWN}.long_sequence:section", from_run=f"{_HERE}.long_sequence:of_run",
              checks=f"{_HERE}.long_sequence:checks", order=20),

@@ -14,7 +14,6 @@ from mismatch.analysis.cause_results import KINDS, LITTLE, Cause
 from mismatch.analysis.explained import lead_of
 from mismatch.analysis.levels import ENTROPY, MORE, MORE_PROMPTS, ONE_FORM, TOO_LITTLE
 from mismatch.errors import in_list
-from mismatch.experiments.results import TESTS
 from mismatch.facts import Replaced
 from mismatch.frameworks import BY_TITLE
 from mismatch.keys import REFERENCE, Key
@@ -215,6 +214,8 @@ def known_by(report: Report, cause: Cause) -> Known:
     """Return how a cause is known: what was measured of it comes first."""
     table, told = report.result("fixes"), report.result("explain")
     for row in table.outcomes if table else ():
+        from mismatch.experiments.results import TESTS  # there already: a row is of that module
+
         taken = TESTS.get(row.id.partition("=")[0])
         if taken is not None and cause.id in taken.own and row.outcome == "better":
             share = row.removed.get(HEADLINE)

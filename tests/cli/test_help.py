@@ -30,7 +30,7 @@ def options_of(command: str) -> list[str]:
 
 
 def flags_in(text: str) -> set[str]:
-    return set(re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", text, re.MULTILINE))
+    return set(re.findall(r"^  (?:-[hoq], )?(--[a-z0-9-]+)", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("columns", [80, 100])

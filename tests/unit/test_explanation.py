@@ -30,7 +30,7 @@ from mismatch.experiments.probes import (
 )
 from mismatch.experiments.results import TESTS, Experiment, Explanation
 from mismatch.pipeline.commands import wants_experiments
-from mismatch.reports.sections.explain import section
+from mismatch.reports.sections.experiments import section
 from mismatch.run.directory import load_spec, require_same_spec
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 from mismatch.types import Check, Estimate, Verdict

@@ -40,6 +40,7 @@ def located(place: Path, train: TrainSpec, engine: EngineSpec) -> dict[str, Side
                 {"name": "transformers:prefill", "role": "engine", "dtype": "bf16"},
                 {"name": "fsdp", "role": "trainer", "dtype": "bf16"},
             ],
+            "alike": False,
         },
     }
     for name, job in jobs.items():
