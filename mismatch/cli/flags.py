@@ -36,6 +36,7 @@ METAVARS: dict[Any, str] = {
     **dict.fromkeys(("prompts", "resume", "scorer_config", "accelerate_config"), "PATH"),
     **dict.fromkeys(("adapter", "train_adapter"), "PATH"),
     "dump_format": "NAME",
+    "framework_config": "[NAME:]FILE",
     "server": "URL",
     "engine_python": "NAME=PATH",
     int: "N",

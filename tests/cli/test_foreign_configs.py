@@ -38,14 +38,14 @@ def test_a_file_of_another_framework_is_refused_by_its_name(tmp_path, whose):
     name = whose.partition(" ")[0]
     assert f"configuration of {name}" in done.stderr
     takes = name in ("NeMo-RL", "SkyRL", "prime-rl", "slime", "OpenRLHF")
-    assert ("--sample-as" in done.stderr) == takes
+    assert ("--framework-config" in done.stderr) == takes
     assert ("--verl-config" in done.stderr) == (whose == "verl")
 
 
 def test_where_a_framework_is_known_by_was_read_in_its_source():
     for name, about in table("others").items():
         assert any(character.isdigit() for character in about["source"]) or name == "open-instruct"
-        assert about.get("sample_as", "slime") in get_args(Framework)
+        assert about.get("name", "slime") in get_args(Framework)
 
 
 @pytest.mark.parametrize("key", ["temprature", "num_generation", "max_completion_lenght"])
@@ -63,3 +63,14 @@ def test_what_is_not_reproduced_is_in_the_plan(tmp_path):
     assert any("use_peft = True" in line for line in said)
     assert any("min_tokens = 5" in line for line in said)
     assert not any("min_p" in line for line in said)
+
+
+def test_the_plan_says_what_became_of_every_key_of_a_framework_s_file(tmp_path):
+    text = "trainer: {policy: {model: {path: tiny-gpt-oss, lora: {rank: 8}}}, warp_drive: 9}\n"
+    text += "generator: {sampling_params: {temperature: 0.5, top_pp: 1}, n_samples_per_prompt: 2}\n"
+    done = plan(tmp_path, "--framework-config", text)
+    assert done.returncode == 0
+    assert "temperature = 0.5" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if "not reproduced" in line]
+    for said in ("lora.rank = 8", "warp_drive", " generator.sampling_params.top_p?"):
+        assert any(said in line for line in lines)

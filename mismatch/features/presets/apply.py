@@ -6,7 +6,7 @@ The order of precedence is: flags of the user, keys of the configuration, the fr
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -14,8 +14,8 @@ from typing import Any
 
 from mismatch.cli.flags import flag_of
 from mismatch.errors import MismatchError
-from mismatch.features.presets.config_file import ConfigFile
-from mismatch.features.presets.rules import CONVERSIONS, Name, Rule, rules_of, table, typed
+from mismatch.features.presets.config_file import MISSING, ConfigFile
+from mismatch.features.presets.rules import CONVERSIONS, NAMES, Name, Rule, rules_of, table, typed
 from mismatch.run.interpreters import look_into
 from mismatch.run.trust import NEEDS_TRUST
 from mismatch.specs import CheckSpec, EngineSpec, TrainSpec
@@ -94,6 +94,10 @@ class Followed:
 
     def follow(self, rule: Rule, key: str, value: Any) -> None:
         """Do what a rule says of a typed value."""
+        needs = rule.needs if rule.needs and "flash" in value else ""
+        if needs and not installed(needs, self.spec.train.python):
+            self.not_reproduced.append(f"{key} = {value}: {needs} is not installed there")
+            return
         for target in rule.to:
             self.set(key, value, target, CONVERSIONS[rule.convert](value))
         if self.spec.rollout.engine.engine == "vllm" and rule.argument:
@@ -147,6 +151,9 @@ class Followed:
 CLOSE = 0.88  # similarity of two names: "num_generations_eval" has 0.857 to a name of TRL's
 # Sections in which a name that is nearly one of those that are followed is asked about.
 SECTIONS = {"verl": ("actor_rollout_ref.rollout", "actor_rollout_ref.model")}
+# Arguments of engines that are fields of the check's engine, with their kinds.
+ENGINE_FIELDS = dict.fromkeys(("max_model_len", "tensor_parallel_size"), "count")
+ENGINE_FIELDS |= {"dtype": "dtype", "gpu_memory_utilization": "number"}
 
 
 @dataclass
@@ -154,7 +161,7 @@ class FollowedFile(Followed):
     """A check as a framework's configuration file fills it in."""
 
     source: ConfigFile = field(kw_only=True)
-    framework: Name = field(kw_only=True)
+    framework: str = field(kw_only=True)
 
     def value(self, key: str, kind: str) -> Any:
         """Return the typed value of a key; None if it is not set."""
@@ -165,9 +172,35 @@ class FollowedFile(Followed):
     def rules(self) -> None:
         """Follow every key that has a rule."""
         for rule in rules_of(self.framework):
+            self.seen.add(rule.key)
+            if rule.skip is not None and self.source.get(rule.key) == rule.skip:
+                continue  # "auto" is no dtype
             value = self.value(rule.key, rule.kind)
             if value is not None and rule.skip != value:
                 self.follow(rule, rule.key, value)
+
+    def options(self, prefix: str, given: Mapping[str, Any]) -> None:
+        """Follow arguments of the engine, by flags where mismatch has them."""
+        places = {rule.to[0]: rule for rule in rules_of(self.framework) if rule.to}
+        for option, value in given.items():
+            key, name = f"{prefix}{option}", option.replace("-", "_")
+            if value in (None, MISSING):
+                continue
+            own = places.get(f"engine.{name}") or places.get(f"sampling.{name}")
+            if own is None and name in ENGINE_FIELDS:
+                own = Rule(key, ENGINE_FIELDS[name], (f"engine.{name}",))
+            if own is not None:
+                self.follow(own, key, typed(own.kind, value, key))
+            else:
+                self.argument(key, name, value)
+
+    def known(self) -> set[str]:
+        """Return the keys that the framework's table names."""
+        keys = table(f"{self.framework}_keys")
+        rows = {row["key"] for row in (*keys["follow"], *keys["gap"])} | set(keys.get("model", ()))
+        for section, names in keys["no_effect"].items():
+            rows.update(f"{section}.{name}".lstrip(".") for name in names)
+        return rows
 
     def finish(self) -> None:
         """Fill what the configuration leaves open from the preset, and close the account.
@@ -175,62 +208,88 @@ class FollowedFile(Followed):
         Where the framework's own code scores, nothing of the trainer is imitated.
         """
         keys, own_code = table(f"{self.framework}_keys"), self.spec.train.scorer == self.framework
-        followed_there = tuple(keys["own"]) if own_code else ()
+        followed_there = tuple(keys.get("own", ())) if own_code else ()
         self.not_reproduced += keys.get("always", ())
         for gap in keys["gap"]:
-            key, value = gap["key"], self.source.get(gap["key"])
+            key = gap["key"]
             self.seen.add(key)
+            try:
+                value = self.source.get(key)
+            except MismatchError as error:  # it leads nowhere: nothing needs it
+                self.not_reproduced.append(error.message)
+                continue
             matters = bool(value) and str(value).lower() not in OFF
             if "usual" in gap:
                 matters = value not in (None, *gap["usual"])
+            if gap.get("unless") in self.explicit:
+                continue
             if matters and not key.startswith(followed_there):
                 self.not_reproduced.append(f"{key} = {value!s:.60}: {gap['what']}")
-        for section, names in keys["no_effect"].items():
-            self.seen.update(f"{section}.{name}".lstrip(".") for name in names)
+        self.not_reproduced += [
+            f"{key} = {value}: the script does not set this variable"
+            for key, value in self.source.left_open.items()
+            if key in self.seen
+        ]
+        self.seen |= self.known()
         self.ignored = tuple(
             key
             for key in self.source.given()
-            if key.startswith(tuple(keys["near"]))
+            if key.startswith(tuple(keys.get("near", ("",))))
             and not any(f"{key}.".startswith(f"{name}.") for name in self.seen)
             and not key.startswith(followed_there)
         )
-        self.ask_typing_errors(table(f"{self.framework}_keys"))
+        unknown: list[str] = []
+        if "near" not in keys:  # its table has all keys
+            after = tuple(f"{name}." for name in keys.get("unfollowed", ()))
+            unknown = [key for key in self.ignored if not key.startswith(after)]
+            self.ignored = tuple(key for key in self.ignored if key not in unknown)
+        guessed = self.ask_typing_errors(keys, unknown)
+        for line in sections(key for key in unknown if key not in guessed):
+            self.not_reproduced.append(f"unknown to {keys['title']}: {line}")
         if self.ignored:
             unread = f"keys that this run does not follow: {'; '.join(sections(self.ignored))}"
             self.not_reproduced.append(unread)
-        if own_code:
-            self.tell_gaps()
+        preset = next((name for name in NAMES if name == self.framework), None)
+        if preset and not own_code:
+            self.preset(preset)
         else:
-            self.preset(self.framework)
-        data = table(self.framework)
-        whose = f"{data['title'].split()[0]}'s own code" if own_code else data["title"]
+            self.tell_gaps()
+        title = (table(preset) if preset else keys)["title"]
+        whose = f"{title.split()[0]}'s own code" if own_code else title
         title = f"{whose}, as {self.source.origin} sets it"
         self.spec = replace(self.spec, preset=title)
 
-    def ask_typing_errors(self, keys: dict[str, Any]) -> None:
-        """Look for keys that are nearly the name of one that would be followed.
+    def ask_typing_errors(self, keys: dict[str, Any], unknown: Collection[str]) -> set[str]:
+        """Look for keys that are nearly the name of one that would be followed, and return them.
+
+        An unknown key may also be of another release, which has it in another section.
 
         Raises:
-            MismatchError: a top-level key; in deeper sections frameworks have many names, so that
-                a resemblance is said and no more.
+            MismatchError: a top-level key of TRL's; in deeper sections frameworks have many names,
+                so that a resemblance is said and no more.
         """
-        known = {rule.key for rule in rules_of(self.framework)} | {
-            gap["key"] for gap in keys["gap"]
-        }
+        known = {row["key"] for row in (*keys["follow"], *keys["gap"])}
+        guessed = set()
         for key in self.source.given():
             section, dot, name = key.rpartition(".")
-            if key in self.seen or (dot and section not in SECTIONS.get(self.framework, ())):
+            places = SECTIONS.get(self.framework, () if "near" in keys else (section,))
+            if key in self.seen or (dot and section not in places):
                 continue
             inside = [
                 each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section
             ]
-            near = get_close_matches(name, inside, 1, CLOSE)
-            if near and not dot:
+            near = [f"{section}{dot}{each}" for each in get_close_matches(name, inside, 1, CLOSE)]
+            if near and not dot and "near" in keys:
                 fault = f"{self.source.origin}: {key} is no key of {table(self.framework)['title']}"
                 raise MismatchError(fault, f"did you mean {near[0]}?")
+            if key in unknown:
+                top = f"{key.partition('.')[0]}."
+                moved = [each for each in known if each.endswith(f".{name}")]
+                near += moved if len(moved) == 1 and moved[0].startswith(top) else []
             if near:
-                guess = f"{key} is not followed: did you mean {section}.{near[0]}?"
-                self.not_reproduced.append(guess)
+                self.not_reproduced.append(f"{key} is not followed: did you mean {near[0]}?")
+                guessed.add(key)
+        return guessed
 
 
 def installed(module: str, python: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""A framework's configuration as YAML or JSON.
+"""A framework's configuration as YAML or JSON; other syntaxes are in syntaxes.py.
 
 OmegaConf is needed where values are interpolations (``${data.n}``), as in a verl config that hydra
 saved; what ``--resolve`` prints has none. They are resolved where a value is asked for, never
@@ -8,17 +8,12 @@ composed.
 
 from __future__ import annotations
 
-import re
-import tomllib
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mismatch.errors import MismatchError, first_line, require_packages
-from mismatch.features.presets.rules import table
-from mismatch.run.files import LARGEST_YAML, read_regular
 from mismatch.run.provenance import variable
 from mismatch.run.yaml_file import parsed, read_mapping
 
@@ -35,11 +30,13 @@ class ConfigFile:
 
     Attributes:
         resolving: the same as OmegaConf's ``DictConfig``; None: it has no interpolations.
+        left_open: keys of a script whose values are variables that it does not set, with these.
     """
 
     origin: str
     tree: dict[str, Any]
     resolving: Any = None
+    left_open: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, key: str) -> Any:
         """Return the value at a dotted key as plain data; None where it is absent, null or ???.
@@ -58,7 +55,7 @@ class ConfigFile:
             return OmegaConf.to_container(value, resolve=True) if whole else value
         except OmegaConfBaseException as error:
             fault = f"{self.origin}: {key}: {first_line(error)}"
-            fix = f"give the value of {key} in the file, or as --verl-override {key}=VALUE"
+            fix = f"give the value of {key} in the file; verl: --verl-override {key}=VALUE"
             raise MismatchError(fault, fix) from error
 
     def model(self, key: str) -> str:
@@ -90,53 +87,30 @@ def read_config(flag: str, path: Path, overrides: Sequence[str] = ()) -> ConfigF
             override, or interpolations without OmegaConf.
     """
     where = f"{flag} {path}"
-    refuse_others(flag, path, where)
     tree = read_mapping(path, where)
     for text in overrides:
         try:
-            _put(tree, text)
+            _override(tree, text)
         except ValueError as error:
             fault = f"--verl-override {text!r} is not key=value: {first_line(error)}"
             fix = "--verl-override actor_rollout_ref.rollout.temperature=0.7"
             raise MismatchError(fault, fix) from error
-    if not _interpolates(tree):
-        return ConfigFile(str(path), tree)
+    return resolving(ConfigFile(str(path), tree), where)
+
+
+def resolving(source: ConfigFile, where: str) -> ConfigFile:
+    """Return the same file with its interpolations; MismatchError without OmegaConf."""
+    if not _interpolates(source.tree):
+        return source
     require_packages("omegaconf", fix=INSTALL)
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     OmegaConf.register_new_resolver("oc.env", variable, replace=True)
     try:
-        return ConfigFile(str(path), tree, OmegaConf.create(tree))
+        return replace(source, resolving=OmegaConf.create(source.tree))
     except OmegaConfBaseException as error:
         raise MismatchError(f"{where}: {first_line(error)}", "correct it in the file") from error
-
-
-def refuse_others(flag: str, path: Path, where: str) -> None:
-    """Refuse the file of another framework by its name; others.toml says how one is known.
-
-    Raises:
-        MismatchError: it has another framework's top-level keys, or is a script with its arguments.
-    """
-    try:
-        names = set(read_mapping(path, where))
-    except MismatchError:  # another syntax, or nothing that can be read
-        names = set()
-        with suppress(OSError, ValueError):
-            text = read_regular(path, LARGEST_YAML).decode("utf-8")
-            names = set(re.findall(r"(?<!\S)--[\w.-]+", text))
-            with suppress(tomllib.TOMLDecodeError):
-                names |= set(tomllib.loads(text))
-    for name, about in table("others").items():
-        if flag == about.get("flag") or not any(set(m.split()) <= names for m in about["marks"]):
-            continue
-        fix = "give the flag of that framework, or name the settings yourself: --model, --dtype, …"
-        if "flag" in about:
-            fix = f"give it to {about['flag']}"
-        elif "sample_as" in about:
-            fix = f"no flag takes it: --sample-as {about['sample_as']} samples as it does, and "
-            fix += "--model, --dtype, --temperature … name the other settings"
-        raise MismatchError(f"{where}: this is a configuration of {name}, by its keys", fix)
 
 
 def _at(tree: Any, key: str) -> Any:
@@ -149,7 +123,7 @@ def _at(tree: Any, key: str) -> Any:
     return None if tree == MISSING else tree
 
 
-def _put(tree: dict[str, Any], override: str) -> None:
+def _override(tree: dict[str, Any], override: str) -> None:
     """Set a value by ``key=value``; a mapping is merged into one that is there.
 
     Raises:
@@ -164,6 +138,11 @@ def _put(tree: dict[str, Any], override: str) -> None:
         value = parsed(text)
     except YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
+    put(tree, key, value)
+
+
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value at a dotted key; a mapping is merged into one that is there."""
     *sections, name = key.split(".")
     for section in sections:
         inside = tree.get(section)

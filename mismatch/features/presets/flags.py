@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from mismatch.cli.configuration import Configuration, Configured
 from mismatch.cli.flags import Flags, Option, flag_of
 from mismatch.errors import MismatchError
-from mismatch.features.presets import trl, verl
+from mismatch.features.presets import other, trl, verl
 from mismatch.features.presets.apply import Followed
 from mismatch.features.presets.config_file import ConfigFile
 from mismatch.features.presets.rules import Name
@@ -21,25 +22,40 @@ FLAGS = (
     Option("verl_config", Path | None, TRAIN, "Your verl run's YAML, for both sides."),
     Option("verl_override", list[str] | None, TRAIN, "key=value as verl takes it; repeatable."),
     Option("trl_config", Path | None, TRAIN, "Your GRPOConfig as YAML or JSON, for both sides."),
+    Option(
+        "framework_config",
+        str | None,
+        TRAIN,
+        "[NAME:]FILE of SkyRL, NeMo-RL, prime-rl, slime or OpenRLHF, for both sides.",
+    ),
     Option("sample_as", Framework | None, PROMPTS, "Sample with a framework's defaults."),
 )
-DESCRIBE = ("trainer", "verl_config", "trl_config")  # the trainer
-SAMPLE = ("verl_config", "trl_config", "sample_as")  # the sampling
+DESCRIBE = ("trainer", "verl_config", "trl_config", "framework_config")  # the trainer
+SAMPLE = ("verl_config", "trl_config", "framework_config", "sample_as")  # the sampling
 FOLLOW = {"verl": verl.follow_verl, "trl": trl.follow_trl}
 MODELS = {"verl": verl.MODEL, "trl": trl.MODEL}  # keys
 
 
-def config_of(flags: Flags) -> tuple[Name, ConfigFile] | None:
+def config_of(flags: Flags) -> tuple[str, ConfigFile] | None:
     """Return the framework whose configuration the flags name, and that file."""
-    if flags.get("verl_config"):
-        return "verl", verl.read_verl_config(flags["verl_config"], flags["verl_override"] or ())
-    return ("trl", trl.read_trl_config(flags["trl_config"])) if flags.get("trl_config") else None
+    verl_path, trl_path = flags.get("verl_config"), flags.get("trl_config")
+    if flags.get("framework_config"):
+        name, path, source = other.read_framework_config(flags["framework_config"])
+        if source is not None:
+            return name, source
+        verl_path, trl_path = (path, None) if name == "verl" else (None, path)
+    if verl_path:
+        return "verl", verl.read_verl_config(verl_path, flags["verl_override"] or ())
+    return ("trl", trl.read_trl_config(trl_path)) if trl_path else None
 
 
 def model(flags: Flags) -> str | None:
     """Return the model that a framework's file names."""
     found = config_of(flags)
-    return None if found is None else found[1].model(MODELS[found[0]])
+    if found is None:
+        return None
+    name, source = found
+    return source.model(MODELS[name]) if name in MODELS else other.model_of(name, source)
 
 
 def apply(spec: CheckSpec, flags: Flags) -> Configured:
@@ -55,7 +71,8 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
     notes: tuple[str, ...] = ()
     if flags.get("sample_as"):
         spec, notes = sample_as(flags["sample_as"], spec, flags.explicit)
-    if flags.get("verl_override") and not flags.get("verl_config"):
+    files = flags.get("verl_config") or flags.get("framework_config")
+    if flags.get("verl_override") and not files:
         raise MismatchError("--verl-override without --verl-config", "add --verl-config FILE")
     if flags.get("trainer"):
         followed = Followed(spec, flags.explicit)
@@ -66,10 +83,12 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
         return spec, notes
     name, source = found
     if spec.rollout.engine.servers:
-        fault = f"--{name}-config describes an engine that mismatch starts, not --server"
-        fix = f"drop --{name}-config, or --server; --trainer describes the trainer alone"
+        flag = next(flag_of(each) for each in SAMPLE if flags.get(each))
+        fault = f"{flag} describes an engine that mismatch starts, not --server"
+        fix = f"drop {flag}, or --server; --trainer describes the trainer alone"
         raise MismatchError(fault, fix)
-    followed = FOLLOW[name](source, spec, flags.explicit)
+    follow = FOLLOW.get(name) or partial(other.follow_other, name)
+    followed = follow(source, spec, flags.explicit)
     spec = followed.spec
     if spec.train.scorer == name and spec.train.scorer_config is None:
         # The framework's code reads the same file.

@@ -3,7 +3,11 @@
 ``NAME.toml`` has what a framework's trainer runs, as settings of our own trainer (a preset); each
 names its place in the framework's source. verl and TRL also have adapters, which run the
 framework's code: a preset is for what only our own loop measures. ``NAME_keys.toml`` has the keys
-of a framework's configuration.
+of a framework's configuration: ``follow`` (a :class:`Rule` each), ``gap`` (they matter and are not
+followed, unless the flag ``unless`` is given), ``no_effect`` and ``always`` (gaps of every run).
+Those of verl and TRL name beginnings of keys that are ``near``; those of others name all keys, so
+that the rest is unknown, and have ``model`` (keys), ``fixed`` (what it always does), ``engine`` (a
+key), ``extra`` (what begins so is an argument of an engine) and ``unfollowed`` (sections).
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ class Rule:
         argument: instead of places, the argument of vLLM that it becomes.
         skip: a value that asks for nothing.
         convert: a key of ``CONVERSIONS``; "": the value as it is.
+        needs: the module of flash attention; where it lacks, that is said and the value left out.
     """
 
     key: str
@@ -46,9 +51,10 @@ class Rule:
     argument: str = ""
     skip: Any = None
     convert: str = ""
+    needs: str = ""
 
 
-def rules_of(name: Name) -> tuple[Rule, ...]:
+def rules_of(name: str) -> tuple[Rule, ...]:
     """Return the keys of a framework's configuration that are followed."""
     return tuple(Rule(**row) for row in table(f"{name}_keys")["follow"])
 
@@ -58,6 +64,8 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "layout": lambda value: "packing" if value else "padding",
     "autocast": lambda value: None if value == "fp32" else value,
     "fp32 head": lambda value: "fp32" if value else None,
+    "fp16": lambda value: "fp16" if value else "bf16",
+    "flash or sdpa": lambda value: "flash_attention_2" if value else "sdpa",
 }
 _DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),

@@ -8,8 +8,9 @@ from pathlib import Path
 from mismatch.engines.registry import engine_infos
 from mismatch.errors import MismatchError
 from mismatch.features.presets.apply import FollowedFile
-from mismatch.features.presets.config_file import MISSING, ConfigFile, read_config
-from mismatch.features.presets.rules import rules_of, table, typed
+from mismatch.features.presets.config_file import ConfigFile, read_config
+from mismatch.features.presets.rules import table
+from mismatch.features.presets.syntaxes import refuse_others
 from mismatch.specs import CheckSpec
 
 ROOT = "actor_rollout_ref."
@@ -27,6 +28,7 @@ def read_verl_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
         MismatchError: missing file, invalid YAML (with the line), a config that is not complete,
             or a malformed override.
     """
+    refuse_others("--verl-config", path)
     source = read_config("--verl-config", path, overrides)
     lacking = [key for key in table("verl_keys")["required"] if source.get(key) is None]
     if "defaults" in source.tree:
@@ -61,16 +63,7 @@ def follow_verl(
     work.rules()
     # The engine's own arguments win over verl's keys, as in verl.
     prefix = f"{ROOT}rollout.engine_kwargs.{work.spec.rollout.engine.engine}"
-    places = {rule.to[0]: rule for rule in rules_of("verl") if rule.to}
-    for option, value in (work.value(prefix, "mapping") or {}).items():
-        key = f"{prefix}.{option}"
-        if value in (None, MISSING):
-            continue
-        own = places.get(f"engine.{option}") or places.get(f"sampling.{option}")
-        if own is not None:  # it has a flag here
-            work.follow(own, key, typed(own.kind, value, key))
-        else:
-            work.argument(key, option, value)
+    work.options(f"{prefix}.", work.value(prefix, "mapping") or {})
     if files := work.value("data.train_files", "files"):
         key, path = "data.train_files", Path(files[0]).expanduser()
         if {"prompts", "dataset"} & set(explicit):
