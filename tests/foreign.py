@@ -41,6 +41,7 @@ CHECK = {
     "dataset": Row("file", f"--dataset IN {TINY}", ".jsonl"),
     "verl_config": Row("file", f"--verl-config IN {TINY}", ".yaml"),
     "trl_config": Row("file", f"--trl-config IN {TINY}", ".yaml"),
+    "framework_config": Row("file", f"--framework-config IN {TINY}", ".yaml"),
     "model": Row("model", "--model IN --engine transformers --dry-run"),
     "train_model": Row("model", f"{TINY} --train-model IN"),
     "adapter": Row("model", f"{TINY} --adapter IN"),
@@ -108,7 +109,7 @@ INPUTS: dict[str, dict[str, Row]] = {
         "model": Row("model", "DUMP --model IN --out OUT"),
     },
     "watch": {"file": Row("dumps", "IN --once")},
-    "fixes": of_check("config verl_config trl_config", "--model tiny-gpt-oss")
+    "fixes": of_check("config verl_config trl_config framework_config", "--model tiny-gpt-oss")
     | of_check(
         "prompts dataset scorer_config accelerate_config train_model",
         "--model tiny-gpt-oss",
