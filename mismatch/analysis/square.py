@@ -207,7 +207,7 @@ class _Corners:
         of_gaps = {gap.left: judged(gap, *self.bounds[gap.left]) for gap in gaps}
         measured = {check_id(finding) for finding in (*of_legs.values(), *of_gaps.values())}
         wrong = {name for name, finding in of_gaps.items() if finding.standing == "beyond"}
-        # Next to its own float32 pass, which has the same fault, a side shows rounding alone.
+        # Against a float32 pass of that side, which has the same fault, only rounding shows.
         blind = {leg for leg in legs if leg.exact in wrong and of_legs[leg].standing != "beyond"}
         sides = dict.fromkeys(leg.side for leg in legs if leg in blind)
         self.missing += [NotTested(f"excess of the {side}", SAME_FAULT) for side in sides]

@@ -444,7 +444,7 @@ def generic(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
 def _without_ids(entry: Entry) -> Entry:
     """Return a row of numbers alone with ids: a prompt of one token, then a response of zeros.
 
-    Prompts of equal ids count as one, so the prompt's id is made of what tells it from others.
+    Prompts of equal ids count as one, so each prompt's id is a checksum of its name or its numbers.
     """
     name = "rollout_logprobs" if "rollout_logprobs" in entry else "logprobs"
     count, prompt = len(_list(entry, name)), entry.get("prompt_id")
