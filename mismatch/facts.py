@@ -175,6 +175,9 @@ class SideFacts(TypedDict, total=False):
     logprobs_penalised: bool | None  # after the repetition penalty
 
 
+FUNCTION = "the function "  # of a user, in front of its name in a trainer's code
+
+
 def known(facts: SideFacts) -> SideFacts:
     """Return the facts that are not None, and of their type: servers say what they like."""
     kept: dict[str, Any] = {}
@@ -185,11 +188,16 @@ def known(facts: SideFacts) -> SideFacts:
 
 
 def was_read(facts: SideFacts) -> bool:
-    """Return whether a side's numbers come from a file, so that they may be a copy of the other's.
+    """Return whether a side's numbers may be a copy of the other's: they come from a file, or from
+    a user's function, which has no float32 that would show that it computes.
 
     >>> was_read({"mode": "train", "code": "verl"}), was_read({"mode": "train", "backend": "fsdp2"})
     (True, False)
+    >>> was_read({"mode": "train", "backend": "my:score", "code": f"{FUNCTION}my:score"})
+    True
     """
+    if str(facts.get("code") or "").startswith(FUNCTION):
+        return True
     return "file" in facts or "format" in facts or not ("engine" in facts or "backend" in facts)
 
 

@@ -20,7 +20,7 @@ from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import diagnose, in_order
 from mismatch.analysis.explained import lead_of, led, unled
 from mismatch.analysis.plugins import RunArtefacts
-from mismatch.analysis.results import Square, sides_at_fault
+from mismatch.analysis.results import Square, rounds_alike, sides_at_fault
 from mismatch.specs import CheckSpec
 from mismatch.types import Check, Report, Scoring, SideFacts
 
@@ -39,9 +39,12 @@ def others_of(usable: dict[str, Scoring], decode: Scoring, train: Scoring) -> di
 def of_sides_at_fault(found: Sequence[Cause], square: Square | None) -> list[Cause]:
     """Return those of the causes found by running modules whose side is beyond its level.
 
-    Modules of a side that is right differ from the reference too, by rounding.
+    Modules of a side that is right differ from the reference too, by rounding. Of two sides that do
+    not round alike either may be wrong.
     """
     trainer = {side == "trainer" for side in (sides_at_fault(square) if square else ())}
+    if square is not None and rounds_alike(square) is False:
+        trainer = {True, False}
     return [cause for cause in found if (cause.side == "trainer") in trainer]
 
 

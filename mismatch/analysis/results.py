@@ -217,12 +217,7 @@ def rounds_alike(square: Square) -> bool | None:
 
 
 def sides_at_fault(square: Square) -> list[Side]:
-    """Return the side of everything beyond its level; "either" where that cannot be told.
-
-    Where the two do not round alike, both may be it.
-    """
-    if rounds_alike(square) is False:
-        return ["engine", "trainer"]
+    """Return the side of everything beyond its level; "either" where that cannot be told."""
     findings: list[Finding | Displaced] = [*square.findings, *square.displaced]
     return [
         "either" if shared(square, finding) else finding.side

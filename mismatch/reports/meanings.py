@@ -58,7 +58,7 @@ def meanings_of(asked: str) -> list[Meaning]:
     if asks := wording("checks").get(name):
         said = {
             "asks": asks,
-            "if it fails": "the run is BROKEN, whatever its numbers are; a warning is none",
+            "if it fails": "the run is BROKEN, whatever its numbers are",
         }
         found.append(Meaning("check", name, said))
     if entry := catalogue().get(name):

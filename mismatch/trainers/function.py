@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.errors import MismatchError, first_line
+from mismatch.facts import FUNCTION
 from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob, Variant
 
 
@@ -65,4 +66,4 @@ class FunctionTrainer:
 
     def facts(self) -> Facts:
         stated = f"the dtype {self.job.dtype} is what --train-dtype says"
-        return Facts(code=f"the function {self.name}", dtype=self.job.dtype, notes=(stated,))
+        return Facts(code=f"{FUNCTION}{self.name}", dtype=self.job.dtype, notes=(stated,))

@@ -10,7 +10,7 @@ import pytest
 from mismatch.analysis.cause_results import Cause
 from mismatch.analysis.diagnosis.detector import detectors
 from mismatch.analysis.diagnosis.ranking import diagnose
-from mismatch.keys import REFERENCE, REPEATED, TRAINER_FLOAT32
+from mismatch.keys import PLAIN, REFERENCE, REPEATED, TRAINER_FLOAT32, Key
 from mismatch.types import RANK, Floats, Scoring
 from tests import drawn_pair as drawn
 
@@ -49,3 +49,24 @@ def test_what_every_pass_repeats_is_a_function_of_that_rank() -> None:
     cause = first_cause((1,), by_chance=False)
     assert (cause.id, cause.side) == ("function-differs", "trainer")
     assert [item.value for item in cause.evidence if item.what == WHAT] == ["1"]
+
+
+def test_noise_of_the_size_of_rounding_hides_no_function() -> None:
+    """Kernels that add in any order move each pass by its rounding; the function is wrong too."""
+    case, rng = drawn.draw(3).case(), np.random.default_rng(7)
+    reference = case.others[REFERENCE]
+    plain = Key.of(PLAIN, precision="bf16")
+    size = np.minimum(-reference.logprobs, 1.0)  # certain: no room
+    rounding, fault = 0.03 * size * rng.standard_normal((2, len(size)))
+    noise = 0.03 * size * rng.standard_normal((2, len(size)))
+    passes = [case.trainer.logprobs + fault + each for each in noise]
+    train = replace(case.trainer, logprobs=passes[0])
+    exact = Scoring(TRAINER_FLOAT32, reference.token_ids, reference.logprobs + fault, {})
+    facts = {"dtype": "bf16"}
+    made = Scoring(plain, reference.token_ids, reference.logprobs + rounding, facts)
+    again = replace(train, name=REPEATED, logprobs=passes[1])
+    others = {**case.others, REPEATED: again, TRAINER_FLOAT32: exact, plain: made}
+    broken = type(case).of(case.rollout, case.engine, train, others)
+    found = {cause.id for cause in diagnose(broken, detectors()).ranked}
+    assert "nondeterminism" not in found
+    assert "function-differs" in found

@@ -43,9 +43,9 @@ MORE = ("kv_transfer_config", "disable_log_stats")  # of vllm.LLM, in addition t
 HELP = "vllm serve --help"
 CAPTURE = "enable_return_routed_experts"
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+CAPTURED = "cudagraph_capture_sizes"
 # Numbers of sequences that a CUDA graph is captured for. vLLM captures 51, a second each, so that a
 # server pads little; a check decodes a few hundred sequences once.
-CAPTURED = "cudagraph_capture_sizes"
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GRAPH_SETTINGS = {  # arguments that say which graphs there are
     *("enforce_eager", "compilation_config", "optimization_level", "speculative_config"),

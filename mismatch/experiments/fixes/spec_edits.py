@@ -12,7 +12,7 @@ from mismatch.specs import AS_STORED, ROUNDED_FORMS, CheckSpec
 
 Change = Callable[[CheckSpec, str], CheckSpec]
 ABSENT = object()
-INVARIANT = (("VLLM_BATCH_INVARIANT", "1"), ("VLLM_USE_FLASHINFER_SAMPLER", "0"))
+VLLM_INVARIANT = (("VLLM_BATCH_INVARIANT", "1"), ("VLLM_USE_FLASHINFER_SAMPLER", "0"))
 # Arguments with which an engine's numbers depend least on batches, docs/how-to/exact.md.
 EXACT: dict[str, dict[str, Any]] = {
     "transformers": {"attention": "eager"},
@@ -101,8 +101,8 @@ def _exact(spec: CheckSpec, value: str) -> CheckSpec:
     for name, setting in EXACT.get(engine.engine, {}).items():
         spec = with_argument(spec, name, setting)
     if engine.engine == "vllm" and local_gpus():  # on a CPU they crash
-        kept = [pair for pair in engine.env if pair[0] not in dict(INVARIANT)]
-        spec = on_engine(spec, env=(*kept, *INVARIANT))
+        kept = [pair for pair in engine.env if pair[0] not in dict(VLLM_INVARIANT)]
+        spec = on_engine(spec, env=(*kept, *VLLM_INVARIANT))
     spec = without_arguments(spec, "kv_cache_dtype", "calculate_kv_scales", "quantization")
     plain = dict.fromkeys(("autocast", "head_dtype", "router_dtype", "logprobs_dtype"))
     attention = "eager" if engine.engine == "transformers" else spec.train.attention

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch.experiments.fixes.context import context_of
-from mismatch.experiments.fixes.spec_edits import ABSENT, engine_argument
+from mismatch.experiments.fixes.spec_edits import ABSENT, VLLM_INVARIANT, engine_argument
 from mismatch.facts import SideFacts
 from mismatch.features.exact.results import Excluded
 from mismatch.features.exact.section import TITLE
@@ -22,7 +22,7 @@ OFF = (ABSENT, None, False, "auto")
 DETERMINISTIC = ("flashinfer", "fa3", "triton")  # SGLang's attention backends that can be
 TEXTS = ("side", "what", "remove", "source")
 FA3 = (ABSENT, "fa3")  # what it chooses on Hopper
-INVARIANT, SAMPLER = "VLLM_BATCH_INVARIANT", "VLLM_USE_FLASHINFER_SAMPLER"
+INVARIANT, SAMPLER = dict(VLLM_INVARIANT)  # names of variables
 
 
 @dataclass(frozen=True, slots=True)

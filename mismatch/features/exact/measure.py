@@ -126,7 +126,7 @@ def constructed(left: Scoring, right: Scoring) -> str:
     if left.name == right.name:
         return "one scoring, twice"
     if was_read(right.fingerprint):
-        return f"{right.name} was read from a file: it may be a copy of {left.name}"
+        return f"{right.name} comes from a file or a function: it may be a copy of {left.name}"
     return ""
 
 

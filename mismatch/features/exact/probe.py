@@ -21,7 +21,7 @@ from mismatch.features.exact.results import FILE, SCHEMA, BatchProbe, Pair, Plac
 from mismatch.processes.launch import started
 from mismatch.processes.stages import Stages, engine_command, world_command
 from mismatch.run import manifest, store
-from mismatch.specs import OWN_SCORER, to_dict
+from mismatch.specs import OWN_SCORER, spec_hash, to_dict
 from mismatch.types import Floats, Ints, NotTested, Rollout
 
 LONGEST = 128  # tokens of a sequence that are scored
@@ -74,7 +74,8 @@ def probe(stages: Stages) -> None:
     count = spec.extra(BATCH_PROBE)
     if count is None:
         return
-    if manifest.is_current(run_dir, FILE, str(count)):
+    made_by = f"{count}:{spec_hash(spec.rollout)}:{spec_hash(spec.train)}"
+    if manifest.is_current(run_dir, FILE, made_by):
         stages.narrator.note("batch probe: there already")
         return
     rollout = store.load_rollout(run_dir)
@@ -118,7 +119,7 @@ def probe(stages: Stages) -> None:
         raise MismatchError(f"no side was probed: {missing[0].reason}", missing[0].how)
     found = BatchProbe(len(chosen), tuple(pairs), tuple(missing))
     document = {"schema": SCHEMA, BATCH_PROBE: to_json(found)}
-    made = {"schema": SCHEMA, "made_by": str(count), "inputs": (store.ROLLOUT,)}
+    made = {"schema": SCHEMA, "made_by": made_by, "inputs": (store.ROLLOUT,)}
     store.save_document(run_dir, FILE, document, **made)
 
 

@@ -119,13 +119,14 @@ def said(result: Exactness) -> str:
 
     >>> pair = Pair("trainer / engine", "a", "b", "sides", "token", 1200, 0)
     >>> said(Exactness((pair,)))
-    'yes, bitwise equal: 1,200 of 1,200 tokens, in 1 of 1 pair'
+    'yes, bitwise equal: 1,200 of 1,200 tokens, in 1 of 1 pair; no side was scored twice'
     """
     pairs = result.counted
     equal = sum(pair.word == "exact" for pair in pairs)
+    once = "" if any(pair.scope == "one side" for pair in pairs) else "; no side was scored twice"
     ends = f"in {equal} of {len(pairs)} pair{'s' * (len(pairs) != 1)}"
     if result.word == "exact":
-        return f"yes, bitwise equal: {pairs[0].n:,} of {pairs[0].n:,} tokens, {ends}"
+        return f"yes, bitwise equal: {pairs[0].n:,} of {pairs[0].n:,} tokens, {ends}{once}"
     if result.word == "not proven":
         why = next((pair.constructed for pair in pairs if pair.constructed), "")
         return f"not proven: {why or 'no pair of engine and trainer'}"

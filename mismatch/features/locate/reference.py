@@ -9,6 +9,7 @@ reference's own forward pass, all of it or in parts, to see how much of the end 
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mismatch.features.locate.bits import logits_of
+from mismatch.features.locate.bits import Logits, logits_of
 from mismatch.features.locate.errors import BEYOND, BySite, Forms, Sums, form_of, site_errors
 from mismatch.features.locate.judge import explained, groups_of, moved, removed, with_first
 from mismatch.features.locate.plan import side_folder
@@ -81,10 +82,10 @@ class Forward:
             head: leave the logits too.
         """
         recorder = Recorder()
-        with logits_of(self.loaded.scorer) as logits:
+        with logits_of(self.loaded.scorer) if head else nullcontext(Logits()) as logits:
             values = self.logprobs(number, recorder)
         np.save(folder / f"{number}.npy", values)
-        shown = recorder.values | (logits.joined() if head else {})
+        shown = recorder.values | logits.joined()
         save_file(shown, folder / f"{number}.safetensors")
         return values
 

@@ -457,7 +457,9 @@ def _without_ids(entry: Entry) -> Entry:
     for each in held:
         if len(entry[each]) != count:
             raise ValueError(f"{each} has {len(entry[each])} entries for {count} of {name}")
-    longer = {each: [0.0, *entry[each]] for each in held}
+    longer: Entry = {each: [0.0, *entry[each]] for each in held}
+    if turns := entry.get("turn_ids"):
+        longer["turn_ids"] = [turns[0], *turns]
     return entry | longer | {"token_ids": ids, "action_mask": [0, *mask]}
 
 

@@ -53,8 +53,9 @@ def growth_of(steps: Sequence[Step]) -> Growth | None:
     before, after = float(np.median(sizes[:part])), float(np.median(sizes[-part:]))
     if not after > GROWS * before > 0:
         return None
-    ranks = np.argsort(np.argsort(sizes, kind="stable"), kind="stable")
-    if not np.corrcoef(np.arange(len(sizes)), ranks)[0, 1] > IN_ORDER:
+    from scipy.stats import spearmanr
+
+    if not spearmanr(np.arange(len(sizes)), sizes).statistic > IN_ORDER:
         return None
     return Growth(held[0].step, held[-1].step, before, after)
 

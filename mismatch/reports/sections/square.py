@@ -16,6 +16,7 @@ from mismatch.analysis.results import (
     Square,
     Standing,
     displacement,
+    rounds_alike,
     shared,
 )
 from mismatch.analysis.square import LATER_LAYERS
@@ -143,6 +144,8 @@ def _clean(result: Square, other_weights: bool) -> str:
     sentence = "The implementations agree in float32"
     if any(finding.evidence == "excess" for finding in result.findings):
         sentence = "Each is as accurate as its precision allows; they agree in float32"
+        if rounds_alike(result) is False:
+            sentence += ", and do not round alike"
     part = [f" ({line(each.reason)})" for each in result.not_judged if each.what == LATER_LAYERS]
     sentence += "".join(part)
     if other_weights:

@@ -32,6 +32,7 @@ FAR = 1.5  # times the other side's distance from float32; clean runs of one pre
 ALIKE = 1.3  # times a plain forward's, that a side's rounding may be; clean sides: 0.78 to 1.06
 EXPLAINED = -0.5  # share of |delta| gone, where taking the gap out puts it back in
 VARIES, LARGELY = 1e-4, 0.5  # nats from pass to pass, and their share of the gap: chance
+ROUNDINGS = 2.0  # times what a plain forward rounds: kernels that add in any order stay below
 TAIL = 0.995  # of distances; the rest is cut to it
 FUNCTIONS: tuple[str, ...] = (
     *("rope-config", "yarn-attention-factor", "attention-sinks", "sliding-window"),
@@ -83,10 +84,11 @@ def _gap(case: Case, name: str, reference: Floats) -> Look:
     known = trainers or (facts[0].get("weights_in_memory") and same_weights(*facts))
     cause, alike = ("function-differs", FUNCTIONS) if known else ("side-off", IN_FLOAT32)
     evidence += ranks_off(case, np.abs(off)) if trainers else ()
-    # What differs from pass to pass is no function.
+    # What differs from pass to pass is no function, unless it is what rounding alone may do.
     again = case.others.get(REPEATED) if trainers else None
     varies = 0 * off if again is None else np.abs(again.logprobs - case.trainer.logprobs)
-    chance = above(case.mean(varies), VARIES) and above(case.ratio(varies, np.abs(off)), LARGELY)
+    least = max(VARIES, ROUNDINGS * (plain.nats or 0.0))
+    chance = above(case.mean(varies), least) and above(case.ratio(varies, np.abs(off)), LARGELY)
     cause, alike = ("nondeterminism", ()) if chance else (cause, alike)
     look = onset(case.repaired(*sides))  # a place says more than a size
     for finding in look.findings if isinstance(look, Look) and not chance else ():
