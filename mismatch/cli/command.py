@@ -81,17 +81,8 @@ def read_config(path: Path, options: Iterable[Option]) -> dict[str, Any]:
         MismatchError: no readable TOML, a key that no command knows (with the nearest flag), or a
             value of the wrong type (with the key).
     """
-    import tomllib
-
-    try:
-        data = tomllib.loads(read_regular(path).decode("utf-8"))
-    except OSError as error:
-        fault = f"config file {path}: {error.strerror}"
-        raise MismatchError(fault, "give a readable TOML file: --config FILE") from error
-    except (ValueError, RecursionError) as error:
-        fault = f"config file {path} is not TOML: {error}"
-        raise MismatchError(fault, 'a line looks like: attention = "eager"') from error
-    return _values(data, f"config file {path}", options)
+    fixes = "give a readable TOML file: --config FILE", 'a line looks like: attention = "eager"'
+    return _values(_toml(path, f"config file {path}", fixes), f"config file {path}", options)
 
 
 def project_config(options: Iterable[Option]) -> dict[str, Any]:
@@ -101,20 +92,31 @@ def project_config(options: Iterable[Option]) -> dict[str, Any]:
         MismatchError: as :func:`read_config`.
     """
     path = Path(PROJECT)
-    if not path.is_file() or b"mismatch" not in path.read_bytes():
+    if not path.exists():
         return {}
-    import tomllib
-
-    try:
-        table = tomllib.loads(path.read_text("utf-8")).get("tool", {}).get("mismatch", {})
-    except (ValueError, RecursionError) as error:
-        fix = "correct it, or start in another directory"
-        raise MismatchError(f"{path} is not TOML: {error}", fix) from error
-    values = _values(table, f"{path}, [tool.mismatch]", options)
+    source, fix = f"{path}, [tool.mismatch]", "correct it, or start in another directory"
+    data = _toml(path, PROJECT, (fix, fix))
+    for name in ("tool", "mismatch"):
+        data = data.get(name, {})
+        if not isinstance(data, dict):
+            raise MismatchError(f"{source}: {name} is no table", fix)
+    values = _values(data, source, options)
     if refused := NO_VARIABLE & values.keys():
         fault = f"{path} sets {flag_of(min(refused))}, which trusts what others wrote"
         raise MismatchError(fault, "type it with the command")
     return values
+
+
+def _toml(path: Path, source: str, fixes: tuple[str, str]) -> dict[str, Any]:
+    """Read a file; ``fixes``: of one that cannot be read, and of one that is no TOML."""
+    import tomllib
+
+    try:
+        return tomllib.loads(read_regular(path).decode("utf-8"))
+    except OSError as error:
+        raise MismatchError(f"{source}: {error.strerror}", fixes[0]) from error
+    except (ValueError, RecursionError) as error:
+        raise MismatchError(f"{source} is not TOML: {error}", fixes[1]) from error
 
 
 def _values(data: dict[str, Any], source: str, options: Iterable[Option]) -> dict[str, Any]:

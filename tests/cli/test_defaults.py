@@ -79,6 +79,7 @@ def test_a_check_takes_them(tmp_path: Path) -> None:
         ("num-prompts = 'x'", "num-prompts"),
         ("trust-run = true", "--trust-run"),
         ("num-prompts = ", "TOML"),
+        ("[[tool.mismatch]]", "TOML"),
     ],
 )
 def test_a_project_that_cannot_be_read_is_named(
