@@ -172,9 +172,8 @@ class RunComparison:
     gate: Gate | None = None
 
     def __repr__(self) -> str:
-        first, *others = zip(self.runs, self.outcomes, strict=True)
-        said = ", ".join(f"{run.run} {outcome}" for run, outcome in others)
-        return f"RunComparison(against {first[0].run}: {said})"
+        runs = ", ".join(run.run for run in self.runs)
+        return f"RunComparison({runs}: {', '.join(filter(None, self.outcomes))})"
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **to_json(self)}
