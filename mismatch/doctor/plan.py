@@ -40,7 +40,7 @@ from mismatch.experiments.scoring_passes import (
     wants_square,
     with_few,
 )
-from mismatch.keys import REFERENCE, TRAIN
+from mismatch.keys import LONG, REFERENCE, TRAIN
 from mismatch.models.config import FoundConfig, find_config
 from mismatch.models.derived import cache, copied_bytes
 from mismatch.models.sizes import SizedModel, UnknownSize, sized
@@ -178,7 +178,7 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
     spec = placed(spec, machine)
     (load, note), memory = work_of(spec), memory_of(spec, machine)
     engine, samples = spec.rollout.engine, spec.rollout.sampling
-    passes, out = training_passes(spec), memory.left_out()
+    passes, out = with_few(training_passes(spec), memory.float32_few), memory.left_out()
     sequences, longest = load.sequences, load.longest
     tokens = {
         "prompts": sequences // samples.samples_per_prompt,
@@ -186,7 +186,12 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         "longest sequence": longest,
         "sampled at most": sequences * samples.max_tokens * spec.rollout.prompts.turns,
         "rescored by the engine's prefill": sequences * longest * engine.prefill,
-        "scored by the trainer at most": sequences * longest * sum(not p.folder for p in passes),
+        "scored by the trainer at most": longest
+        * sum(
+            sequences // (samples.samples_per_prompt if each.folder else 1)
+            for each in passes
+            if each.folder != LONG
+        ),
     }
     exact = None
     if f"{engine.engine}{IN_FLOAT32}" not in out:
@@ -200,7 +205,6 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
             if not side.servers:
                 shapes[place] = sized(find_config(side.model, side.revision, side.layers))
         passes = [item for item in passes if item.name not in out]
-        passes = with_few(passes, memory.float32_few)
         time = estimate(spec, shapes, load, machine, passes, exact, memory.float32_few)
     fitting = {each.name: getattr(memory, each.name) for each in fields(Memory)}
     return Plan(
