@@ -61,8 +61,8 @@ def test_the_timed_check_is_estimated_within_a_factor_of_2() -> None:
 def test_the_timed_engines_of_20b_are_estimated_within_a_quarter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same page, with all samples in float32, on an H100: 124 s until responses were kept, 122 s
-    until the engine in float32 stood with 17 GiB in the host's memory, 60 s at most to score."""
+    """The same page, with all samples in float32, on an H100: 124 s until responses were kept, 122
+    s until the engine in float32 stood with 17 GiB in the host's memory, 60 s at most to score."""
     monkeypatch.setattr(planner, "LONG_PASS_S", math.inf)
     stages = timed("H100").time.stages
     kept = sum(stages[f"engine: {part}"] for part in ("start", "weights", "samples"))
