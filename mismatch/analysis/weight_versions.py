@@ -1,9 +1,9 @@
-"""Staleness told from mismatch, and labels of weight versions checked by the rows' distances.
+"""Separate staleness and mismatch, and check labels of weight versions by the rows' distances.
 
 In an asynchronous run delta = train - rollout holds two things: what the weights changed between
 sampling and the trainer's pass (staleness), and what the sides disagree on at equal weights
 (mismatch). Where they are independent their mean squares add, so that tokens of the newest weights,
-or the trainer's own pass with the sampler's weights, tell one from the other.
+or a pass of the trainer with the sampler's weights, separate them.
 """
 
 from __future__ import annotations

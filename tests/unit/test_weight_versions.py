@@ -1,4 +1,4 @@
-"""Staleness told from mismatch, false labels and bias: planted sizes found, silence on noise."""
+"""Staleness and mismatch, false labels and bias: planted sizes found, silence on noise."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def postmortem(flags: Flags) -> int | None:
             f"{path}: no metric of a known framework is in it",
             f"known are {titles}; or give a dump",
         )
-    bad = [each for each in result.findings if "healthy" not in each]
+    bad = [each.text for each in result.findings if each.kind != "not-healthy"]
     verdict = Judged(
         "unfit" if bad else "healthy", bad[0] if bad else "no finding in this log", int(bool(bad))
     )
@@ -86,7 +86,7 @@ def section(result: LogReport, file: str) -> Section:
         "log",
         f"The log of a run by {title}",
         f"{plural(result.steps, 'step')} in {file}; levels for bf16 dense models.",
-        warnings=[capital(each) for each in result.findings],
+        warnings=[capital(each.text) for each in result.findings],
         sentences=[
             *(capital(f"{each}.") for each in result.remarks),
             f"PPO's ratio is anchored to {result.anchor}." if result.anchor else "",

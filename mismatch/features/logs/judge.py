@@ -51,13 +51,26 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class LogFinding:
+    """One thing that a log shows."""
+
+    kind: str
+    """``idle-clip``, ``unfit``, ``not-healthy``, ``not-finite`` or ``lost``."""
+    name: str
+    """As the framework logs it."""
+    step: int | None
+    """The first, or the last that has it; None: of all steps."""
+    text: str
+
+
+@dataclass(frozen=True)
 class LogReport:
     """What a log shows."""
 
     framework: str
     """Id; "": only our own monitor's names."""
     curves: tuple[Curve, ...]
-    findings: tuple[str, ...] = ()
+    findings: tuple[LogFinding, ...] = ()
     """What is wrong, the worst first."""
     remarks: tuple[str, ...] = ()
     steps: int = 0
@@ -131,23 +144,22 @@ def judge_log(history: History) -> LogReport | None:
     return LogReport(framework, tuple(curves), said, remarks, len(history.steps), dump, anchor)
 
 
-def _crossings(curves: list[Curve]) -> list[str]:
+def _crossings(curves: list[Curve]) -> list[LogFinding]:
     said = []
     for curve in sorted(curves, key=lambda each: each.unfit is None):
-        for step, word in ((curve.unfit, "unfit"), (curve.healthy, "healthy")):
+        for step, kind, verb in (
+            (curve.unfit, "unfit", "is first beyond the unfit level"),
+            (curve.healthy, "not-healthy", "first leaves the healthy level"),
+        ):
             if step is not None:
-                value = curve.values[curve.steps.index(step)]
-                verb = (
-                    "is first beyond the unfit level"
-                    if word == "unfit"
-                    else "first leaves the healthy level"
-                )
-                said.append(f"{curve.name} {verb} at step {step}: {number(value)}")
+                value = number(curve.values[curve.steps.index(step)])
+                text = f"{curve.name} {verb} at step {step}: {value}"
+                said.append(LogFinding(kind, curve.name, step, text))
                 break
     return said
 
 
-def _idle(what_of: dict[str, Curve]) -> list[str]:
+def _idle(what_of: dict[str, Curve]) -> list[LogFinding]:
     """Say that the clip acts on nothing while the sampler's distance grows."""
     clip = what_of.get("clip")
     distance = next((what_of[each] for each in DISTANCES if each in what_of), None)
@@ -159,26 +171,28 @@ def _idle(what_of: dict[str, Curve]) -> list[str]:
     needed = GROWS**0.5 if distance.what == "logprob_abs_diff_mean" else GROWS
     if max(clip.finite) > IDLE or not after > needed * before:
         return []
-    return [
+    text = (
         f"idle clip: {clip.name} is at most {percent(max(clip.finite))} in all steps, while "
         f"{distance.name} grows from {number(before)} to {number(after)}: the ratio compares the "
         "trainer with itself, and clipping does not see the sampler"
-    ]
+    )
+    return [LogFinding("idle-clip", clip.name, None, text)]
 
 
-def _not_numbers(history: History, names: Counter[str]) -> list[str]:
+def _not_numbers(history: History, names: Counter[str]) -> list[LogFinding]:
     said = []
     for name in sorted(names):
         steps, values = history.series(name)
         bad = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
         if bad:
             more = f" and {plural(len(bad) - 1, 'later step')}" if len(bad) > 1 else ""
-            said.append(f"{name} is no finite number at step {bad[0]}{more}")
+            text = f"{name} is no finite number at step {bad[0]}{more}"
+            said.append(LogFinding("not-finite", name, bad[0], text))
     return said
 
 
-def _lost(history: History, names: Counter[str]) -> list[str]:
-    """Say which metrics most steps had, and the last ones have not."""
+def _lost(history: History, names: Counter[str]) -> list[LogFinding]:
+    """Say which metrics most steps had, and the last steps have not."""
     order = sorted(history.steps)
     before, last = order[:-LOST], order[-LOST:]
     if len(before) < LEAST:
@@ -188,5 +202,6 @@ def _lost(history: History, names: Counter[str]) -> list[str]:
         held = [step for step in before if name in history.steps[step]]
         gone = not any(name in history.steps[step] for step in last)
         if gone and len(held) >= 0.8 * (before.index(held[-1]) + 1) and len(held) >= LEAST:
-            said.append(f"{name} is lost after step {held[-1]}")
+            text = f"{name} is lost after step {held[-1]}"
+            said.append(LogFinding("lost", name, held[-1], text))
     return said

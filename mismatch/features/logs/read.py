@@ -257,7 +257,7 @@ def _wandb(path: Path, history: History) -> Iterator[Point]:
                         continue
                     name = ".".join(each.decode("utf-8", "replace") for each in names)
                     numbers |= _numbers({name: held})
-            # A run that logs its own step, e.g. by define_metric, has it among the numbers.
+            # A framework that logs a step has it among the numbers.
             own = next((numbers[name] for name in OWN_STEPS if name in numbers), None)
             known = {name: each for name, each in numbers.items() if not name.startswith("_")}
             if known:

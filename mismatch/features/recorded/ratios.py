@@ -14,7 +14,6 @@ import numpy as np
 
 from mismatch.metrics.framework_names import anchors
 from mismatch.metrics.row_sums import Place, Row, Step, place_of
-from mismatch.reports.formatting import number, percent
 from mismatch.types import Floats
 
 NEAR = 0.01  # nats between two logarithms of one ratio: bf16 rounds a ratio by up to 0.004
@@ -190,7 +189,7 @@ class Ratios:
             return ""
         would = float(np.median([step.clipped for step in held[-part:]]))
         return (
-            f"idle clip: PPO clips {percent(max(share))} of the recorded ratios at most, while k3 "
-            f"grows from {number(before)} to {number(after)}; exp(trainer - rollout) would be "
-            f"clipped at {percent(would)} of the tokens in the last steps"
+            f"idle clip: PPO clips {max(share):.2%} of the recorded ratios at most, while k3 "
+            f"grows from {before:.3g} to {after:.3g}; exp(trainer - rollout) would be "
+            f"clipped at {would:.2%} of the tokens in the last steps"
         )

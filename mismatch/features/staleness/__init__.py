@@ -1,4 +1,4 @@
-"""What only runs over time show: staleness told from mismatch, false labels of versions, drift."""
+"""What only runs over time show: staleness apart from mismatch, false version labels, drift."""
 
 from mismatch.plugins import Analysis, Feature
 

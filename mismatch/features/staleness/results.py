@@ -32,7 +32,7 @@ DOCUMENT = "recorded.json"  # of the run, by the command that read a dump
 UNSEEN = -1  # lag that no row claims
 NAMED = 12  # rows of a false label that are named
 UNDECIDED = (
-    "two columns cannot tell staleness from mismatch: if the weights moved between sampling and "
+    "two columns cannot separate staleness and mismatch: if the weights moved between sampling and "
     "the trainer's pass, delta holds both; if not, it is mismatch alone. To decide, write "
     "weight_version and step, or old_logprobs (the trainer's pass with the weights that sampled); "
     "or score the rows again with the checkpoint that sampled: mismatch read-rollouts DUMP "
@@ -53,7 +53,7 @@ class LabelledRows:
     fits: str
     """Version whose rows are so far apart; "": an older one than any row claims."""
     rows: tuple[str, ...]
-    """Rows of the file, from 0: the first ones."""
+    """The first of them, by their number in the file, from 0."""
     count: int
 
     def sentence(self) -> str:
