@@ -25,7 +25,7 @@ IDLE = 1e-3  # share of clipped tokens, up to which a clip does nothing
 LEAST_STEPS = 5
 GROWS = 4.0  # times the first steps' k3: mean |delta| has doubled
 BOUND = 1e-3  # relative, between ratios that were cut at one bound
-# Kind -> what its ratios are; the first that nearly all tokens fit.
+# Kind -> what its ratios are: "token", or the nearest of those that nearly all tokens fit.
 KINDS = {
     "token": "exp(trainer - rollout) of each token",
     "sequence": "exp(trainer - rollout) of the whole sequence",
@@ -46,6 +46,8 @@ class Ratios:
     """Tokens where the kinds differ."""
     fit: Counter[str] = field(default_factory=Counter)
     """Kind -> telling tokens that fit it, or were set to 0 or cut at a bound."""
+    apart: Counter[str] = field(default_factory=Counter)
+    """Kind -> sum of these tokens' distances from it, each at most 1 nat, in micronats."""
     zeros: int = 0
     cut: dict[str, tuple[float, float, int]] = field(default_factory=dict)
     """Of ratios below and above exp(trainer - rollout): the least, the largest, how many."""
@@ -78,7 +80,9 @@ class Ratios:
                  "inverse": -delta, "one": 0 * ones}  # fmt: skip
         self.telling += int(telling.sum())
         for kind, expected in kinds.items():
-            self.fit[kind] += int((telling & (np.abs(said - expected) < NEAR)).sum())
+            apart = np.abs(said - expected)[telling]
+            self.fit[kind] += int((apart < NEAR).sum())
+            self.apart[kind] += round(1e6 * float(np.minimum(apart, 1.0).sum()))
         off = np.abs(said - delta)
         self._cut("below", ratio[telling & (said < delta - NEAR)])
         self._cut("above", ratio[telling & (said > delta + NEAR)])
@@ -104,6 +108,7 @@ class Ratios:
         self.tokens += other.tokens
         self.telling += other.telling
         self.fit += other.fit
+        self.apart.update(other.apart)
         self.zeros += other.zeros
         self.of_old |= other.of_old
         for step, counts in other.clipped.items():
@@ -129,12 +134,15 @@ class Ratios:
         if self.telling < LEAST:
             return "near"
         bounded = sum(n for low, high, n in self.cut.values() if high - low <= BOUND * high)
+        fitting = []
         for kind in KINDS:
             fit = self.fit.get(kind, 0)  # a report read again holds no zeros
             fit += bounded if kind == "token" and fit else 0
             if fit >= NEARLY_ALL * self.telling:
-                return kind
-        return "other"
+                fitting.append(kind)
+        if fitting[:1] == ["token"]:
+            return "token"
+        return min(fitting, key=lambda kind: self.apart.get(kind, 0), default="other")
 
     def sentence(self) -> str:
         """Say what the ratios are; "" where the dump holds none."""
