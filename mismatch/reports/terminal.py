@@ -53,8 +53,8 @@ def _head(shown: Page, console: Console) -> None:
     title = Text(line(shown.title), "bold")
     title.append(f"  {line(shown.facts[0])}")
     console.print(title, highlight=False)
-    for fact in shown.facts[1:]:
-        paragraph(console, line(fact), indent=0, style="dim")
+    if rest := " · ".join(map(line, shown.facts[1:])):
+        paragraph(console, rest, indent=0, style="dim")
     if shown.table is not None and shown.table.rows:
         print_table(shown.table, console)
     if shown.lead:
