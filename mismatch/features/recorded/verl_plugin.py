@@ -8,7 +8,7 @@ It wraps two functions of verl 0.9.1, and what it finds goes to verl's own track
 - ``verl.workers.utils.losses.ppo_loss``, for bypass mode, in which nothing is recomputed: the old
   log-probabilities are the sampler's there. V1's ``_compute_old_log_prob`` and the legacy trainer's
   ``apply_bypass_mode`` mark the batches of that mode, and the workers record the first micro-batch
-  of a step, each rank its own file.
+  of a step, a file per rank.
 
 Nothing happens unless ``MISMATCH_WATCH_DIR`` is set, see monitor.py.
 """
