@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ..command import mismatch
 from .test_recorded_folders import judged, watched
 
 
@@ -53,6 +54,18 @@ def test_versions_tell_staleness_from_mismatch(tmp_path: Path) -> None:
     assert [lag["lag"] for lag in split["lags"]] == [0, 1]
     assert check(report, "version-labels")["status"] == "passed"
     assert check(report, "drift")["status"] == "passed"
+
+
+def test_gates_of_frameworks_are_an_output(tmp_path: Path) -> None:
+    _, report = judged(tmp_path, dump(tmp_path / "run.jsonl", steps=20, rows=16))
+    done = mismatch("report", tmp_path / "run", "--format", "gates")
+    prime, kl, factor = json.loads(done.stdout)["gates"]
+    k3 = [step["k3"] for step in report["recorded"]["steps"]]
+    assert (prime["steps"], prime["passed"]) == (20, True)
+    assert prime["value"] == pytest.approx(np.mean(k3))
+    assert kl["value"] == report["headline"]["k3_kl"]
+    assert 1 < factor["value"] < 1.1
+    assert mismatch("report", tmp_path / "run", tmp_path, "--format", "gates").returncode == 2
 
 
 def test_two_columns_are_read_both_ways(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ class MismatchCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """
         if not hasattr(trainer, "_buffered_inputs"):
             raise ValueError(
-                f"{type(trainer).__name__} keeps no scored batch: its rows cannot be recorded here. "
-                "Its log has the numbers of each step: mismatch postmortem LOG"
+                f"{type(trainer).__name__} keeps no scored batch, so nothing can be recorded. Its "
+                "log has the numbers of each step: mismatch postmortem LOG"
             )
         self.trainer = trainer
         self.monitor = Monitor(Path(directory), every, rows)
