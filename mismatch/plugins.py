@@ -126,6 +126,9 @@ class Feature:
     check_step: str = ""
     """Import string of ``step(stages)``, which a check calls once it has its scorings. A
     MismatchError that it raises is reported as not tested."""
+    files: str = ""
+    """Import string of ``postmortem(flags)``, which ``mismatch postmortem`` asks first: the exit
+    code for a file that this feature reads, None for other files."""
     plan: str = ""
     """Import string of ``section(spec)``, what a dry run of a check shows of it."""
 

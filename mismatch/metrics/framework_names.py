@@ -10,6 +10,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from mismatch.frameworks import FRAMEWORKS
 
@@ -65,10 +66,20 @@ _REDUCTIONS = {
 
 
 @cache
+def _table() -> dict[str, Any]:
+    text = resources.files("mismatch.metrics").joinpath("framework_names.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def anchors() -> dict[str, str]:
+    """Return framework -> which policy its PPO ratio is anchored to, by its default settings."""
+    return {name: entry["anchor"] for name, entry in _table()["anchors"].items()}
+
+
+@cache
 def aliases() -> dict[str, tuple[Alias, ...]]:
     """Return every alias, by our metric."""
-    text = resources.files("mismatch.metrics").joinpath("framework_names.toml").read_text("utf-8")
-    table = tomllib.loads(text)
+    table = _table()
     return {
         metric: tuple(
             Alias(**{**entry, "source": table["sources"][entry["source"]]}) for entry in entries

@@ -35,6 +35,10 @@ class Row:
     """Importance ratios of the sampled tokens, as the framework recorded them."""
     turns: Ints | None = None
     """Per token: its turn, as recorded."""
+    old: Floats | None = None
+    """The trainer's earlier pass over the sampled tokens, which PPO's ratio may be anchored to."""
+    versions: Floats | None = None
+    """Of the weights that sampled each token; None: the attribute ``weight_version`` says it."""
     prompt: Any = None
     """What the samples of one prompt have in common; None: a separate prompt."""
     reward: float | None = None
@@ -54,9 +58,8 @@ class Row:
 
     def owned(self) -> Row:
         """Copy arrays that are views of a larger one, which they would keep in memory."""
-        for name in ("token_ids", "sampled", "logprobs", "train_logprobs", "entropy", "turns"):
-            values = getattr(self, name)
-            if values is not None and values.base is not None:
+        for name, values in vars(self).items():
+            if isinstance(values, np.ndarray) and values.base is not None:
                 setattr(self, name, values.copy())
         return self
 

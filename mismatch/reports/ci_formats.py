@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
@@ -17,6 +19,12 @@ if TYPE_CHECKING:
     from mismatch.pipeline.run_comparison import Line, RunComparison
 
 LEVELS = {"critical": "error", "warn": "warning"}  # tone -> annotation
+GATE_STEPS = 20  # of prime-rl's gate
+# NeMo-RL's name, ours, and the widest bound of its recipes.
+NEMO_GATES = (
+    ("gen_kl_error", "k3_kl", 0.02),
+    ("token_mult_prob_error", "token_mult_prob_error", 1.1),
+)
 MOST = 3  # checks with a separate GitHub annotation
 
 
@@ -153,6 +161,32 @@ def _annotation(level: str, title: str, text: str) -> str:
     """
     escaped = line(title).replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
     return f"::{level} title={escaped}::{line(text).replace('%', '%25')}"
+
+
+def to_gates(report: Report) -> str:
+    """Return the numbers that frameworks' merge gates ask for, as JSON.
+
+    prime-rl asks for the mismatch KL (k3) of 20 steps, each below 0.015; NeMo-RL's recipes gate
+    gen_kl_error (k3) and token_mult_prob_error by bounds of each recipe: the widest are taken. A
+    value that is missing or no finite number is null.
+    """
+    recorded = report.result("recorded")
+    steps = [step.k3 for step in getattr(recorded, "steps", ()) if step.tokens][-GATE_STEPS:]
+    enough = len(steps) == GATE_STEPS
+    prime = _gate("prime-rl", "mismatch_kl", sum(steps) / len(steps) if steps else None, 0.015)
+    prime |= {"steps": len(steps), "passed": max(steps) < 0.015 if enough else None}
+    metrics = report.comparisons[0].metrics if report.comparisons else {}
+    gates = [prime]
+    for name, metric, below in NEMO_GATES:
+        held = metrics[metric].value if metric in metrics else None
+        gates.append(_gate("NeMo-RL", name, held, below))
+    return json.dumps({"schema": "mismatch.gates/1", "gates": gates}, indent=1) + "\n"
+
+
+def _gate(framework: str, name: str, value: float | None, below: float) -> dict[str, object]:
+    finite = value if value is not None and math.isfinite(value) else None
+    passed = None if value is None else value < below
+    return {"framework": framework, "name": name, "value": finite, "below": below, "passed": passed}
 
 
 def _case(suite: ElementTree.Element, group: str, name: str) -> ElementTree.Element:

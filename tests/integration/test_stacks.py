@@ -256,9 +256,10 @@ loss = trl_loss(str(EMBEDDED["tiny-gpt-oss"]))
 SHOWN_BY = {"verl": " in 2", "trl": ", weights"}
 
 
-def bare_python(framework: str, version: str) -> str:
+def bare_python(framework: str, version: str, *more: str) -> str:
     """Return the interpreter of an environment that holds a framework and no engine, or skip."""
-    stack = Stack(f"{framework} {version} alone", packages=(f"{framework}=={version}",))
+    name = " ".join((framework, version, *more, "alone"))
+    stack = Stack(name, packages=(f"{framework}=={version}", *more))
     WORK.mkdir(parents=True, exist_ok=True)
     try:
         return str(environment(stack, WORK))
@@ -417,6 +418,101 @@ def test_verl_loads_the_plugin_by_itself(tmp_path: Path) -> None:
     assert own["training/rollout_probs_diff_valid"] == 1
     assert second == own
     assert done.stderr.count("is not recorded") == 1
+
+
+# One step of V1's trainer that recomputes, and one in bypass mode with verl's own loss. Replaced:
+# TransferQueue by a dictionary, and the workers that compute log-probabilities by given numbers.
+V1_STEPS = """
+import json, types
+import torch
+import verl
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl.trainer.ppo.v1 import trainer_base
+from verl.utils.skip import SkipManager
+from verl.workers.utils import losses
+
+g = torch.Generator().manual_seed(0)
+prompts, responses = [3, 2, 4, 3], [6, 8, 5, 7]
+whole = [a + b for a, b in zip(prompts, responses)]
+def nested(sizes, of=lambda n: -torch.rand(n, generator=g) - 0.1):
+    return torch.nested.as_nested_tensor([of(n) for n in sizes], layout=torch.jagged)
+sampler = nested(responses)
+scored = nested(whole)
+held = {
+    "entropy": nested(whole), "log_probs": scored, "rollout_log_probs": sampler,
+    "response_mask": nested(responses, lambda n: torch.ones(n, dtype=torch.long)),
+    "responses": nested(responses, lambda n: torch.randint(3, 90, (n,), generator=g)),
+    "prompts": nested(prompts, lambda n: torch.randint(3, 90, (n,), generator=g)),
+}
+class Queue:
+    put = {}
+    @staticmethod
+    def kv_batch_get(keys, partition_id, select_fields):
+        return TensorDict({name: held[name] for name in select_fields}, batch_size=4)
+    @staticmethod
+    def kv_batch_put(keys, partition_id, fields):
+        Queue.put.update(fields.items())
+        return meta
+class Meta:
+    keys, partition_id, extra_info = list("abcd"), "p", {}
+    def __len__(self): return 4
+meta = Meta()
+trainer_base.tq = Queue
+class Trainer(trainer_base.PPOTrainer):
+    __abstractmethods__ = frozenset()
+    def __init__(self, bypass):
+        self.config = OmegaConf.create({
+            "algorithm": {"rollout_correction": {"bypass_mode": bypass}},
+            "actor_rollout_ref": {
+                "rollout": {"temperature": 1.0, "calculate_log_probs": True},
+                "actor": {"loss_agg_mode": "token-mean", "loss_scale_factor": None},
+            },
+        })
+        self.actor_rollout_wg = types.SimpleNamespace(compute_log_prob=lambda batch: batch)
+        self.global_steps = 1
+Trainer.__abstractmethods__ = frozenset()
+SkipManager.set_step(1)
+metrics = {}
+Trainer(False)._compute_old_log_prob(meta, metrics)
+print(json.dumps({k: float(v) for k, v in metrics.items()}))
+
+trainer = Trainer(True)
+trainer.global_steps = 2
+trainer._compute_old_log_prob(meta, {})
+from verl.workers.config import ActorConfig
+config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=4)
+from verl.utils import tensordict_utils as tu
+data = TensorDict({
+    **{name: held[name] for name in ("prompts", "responses", "response_mask")},
+    "old_log_probs": Queue.put["old_log_probs"],
+    "advantages": nested(responses, lambda n: torch.ones(n)),
+    "input_ids": nested(whole, lambda n: torch.ones(n, dtype=torch.long)),
+}, batch_size=4)
+tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=None, global_batch_size=None)
+tu.assign_non_tensor(data, **meta.extra_info)
+loss, found = losses.ppo_loss(config, {"log_probs": scored.clone()}, data)
+print(json.dumps({k: v for k, v in found.items() if k.startswith("mismatch")}))
+"""
+
+
+def test_a_step_of_verls_default_trainer_and_one_in_bypass_mode_leave_rows(tmp_path: Path) -> None:
+    """Both see the same tokens here, so both say the same; verl's numbers are its own."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env |= {"MISMATCH_WATCH_DIR": str(tmp_path / "watch"), "MISMATCH_WATCH_EVERY": "1"}
+    command = [bare_python("verl", LOSSES["verl"], "TransferQueue"), "-c", V1_STEPS]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    recomputed, bypass = map(json.loads, done.stdout.splitlines()[-2:])
+    assert recomputed["training/rollout_probs_diff_valid"] == 1
+    assert bypass == {name: recomputed[name] for name in bypass}
+    assert bypass["mismatch/logprob_abs_diff_mean"] > 0
+    names = sorted(path.name for path in (tmp_path / "watch").iterdir())
+    assert names == ["step_1.jsonl", "step_2-rank_0.jsonl"]
+    lines = mismatch("watch", tmp_path / "watch", "--once").stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"]
 
 
 def test_the_newest_of_everything(tmp_path: Path) -> None:

@@ -111,6 +111,17 @@ def test_verls_function_is_wrapped_where_a_folder_is_named(
     assert [path.name for path in tmp_path.iterdir()] == ["step_1.jsonl"]
 
 
+def test_trls_asynchronous_trainer_is_refused_at_start(tmp_path: Path) -> None:
+    """A class without GRPOTrainer's buffer, as in TRL 1.16."""
+    from mismatch.features.recorded.trl_callback import MismatchCallback
+
+    class AsyncGRPOTrainer:
+        pass
+
+    with pytest.raises(ValueError, match="AsyncGRPOTrainer"):
+        MismatchCallback(AsyncGRPOTrainer(), tmp_path)
+
+
 def test_trls_callback_logs_by_the_trainers_own_log(tmp_path: Path) -> None:
     from mismatch.features.recorded.trl_callback import MismatchCallback
 

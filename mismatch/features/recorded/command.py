@@ -26,6 +26,7 @@ from mismatch.cli.options import MODEL_FLAGS, OUT
 from mismatch.errors import MismatchError, one_line
 from mismatch.features.recorded.dumps import Form, Recorded, read_recorded
 from mismatch.features.recorded.parts import Unreadable
+from mismatch.plugins import features, load
 from mismatch.processes.spread import Where
 from mismatch.reports.formatting import number, plural
 from mismatch.specs import (
@@ -69,15 +70,18 @@ JUDGED: Any = (*SAMPLED, *flags_of(TrainSpec, "dtype"), OUT, LEVELS, NAME_FLAGS,
 
 @with_flags(DUMP, MODEL_FLAGS, MOE, DUMP_FORMAT, READING[1], TORN, STEP, *WHERE, *JUDGED)
 def postmortem(flags: Flags) -> int:
-    """Judge a run that already happened, from a dump that holds both log-probabilities.
+    """Judge a run that already happened, from a dump with both log-probabilities, or its log.
 
     No model is loaded. The report names causes that the two arrays show, which rows are off, how
-    the mismatch grew over steps, and what corrections would do. Whether a side is broken needs the
-    model: `mismatch score RUN` or `mismatch check` adds that. Exit code as `check --quick`.
+    the mismatch grew over steps, and what corrections would do. Of a log (console, JSON lines,
+    TensorBoard, W&B offline) it shows the curves of its metrics and what is wrong with them.
+    Whether a side is broken needs the model: `mismatch score RUN` or `mismatch check` adds that.
+    Exit code as `check --quick`.
 
     Examples:
     mismatch postmortem logs/exp_001/train_data_step12.jsonl
     mismatch postmortem outputs/token_exports --step 40
+    mismatch postmortem train.log
     """
     from mismatch.cli import output, session
     from mismatch.features.recorded.run import UNKNOWN_MODEL, keep
@@ -85,6 +89,10 @@ def postmortem(flags: Flags) -> int:
     from mismatch.reports.files import write_report
     from mismatch.run.directory import new_directory
 
+    for feature in features():
+        code = load(feature.files)(flags) if feature.files else None
+        if code is not None:
+            return int(code)
     asked = flags["file"], flags["dump_format"], flags["python"]
     where = Where(flags["workers"], flags["dask"])
     recorded = read_recorded(
@@ -229,6 +237,8 @@ def summary(recorded: Recorded) -> str:
         )
     if said := recorded.ratios.sentence():
         lines.append(said)
+    if recorded.sums.one_sided < recorded.sums.rows:
+        lines.append(f"PPO's ratio is anchored to {recorded.ratios.anchor(recorded.form or '')}")
     if recorded.unread:
         lines.append(f"not read: the columns {', '.join(sorted(recorded.unread))}")
     return "\n".join(map(one_line, lines))

@@ -108,6 +108,8 @@ class Recorded:
         """Count rows, and keep them; see :meth:`keep`."""
         self.sums.add(rows)
         for row in rows:
+            if row.ratios is None and row.old is not None and row.train_logprobs is not None:
+                self.ratios.of_old, row.ratios = True, np.exp(row.train_logprobs - row.old)
             self.ratios.add(row)
             row.ratios = None  # they are compared, and take memory
         self.keep(rows, most)
@@ -390,7 +392,8 @@ def _fits(row: Row, where: Callable[[], str], recorded: Recorded, ends: str) -> 
     if row.ratios is not None and len(row.ratios) != count:
         recorded.remarks["importance ratios that are not of the sampled tokens: not compared"] += 1
         row.ratios = None
-    sides = {"rollout": "logprobs", "trainer": "train_logprobs", "entropy": "entropy"}
+    sides = {"rollout": "logprobs", "trainer": "train_logprobs", "entropy": "entropy", "old": "old",
+             "weight version": "versions"}  # fmt: skip
     for side, name in sides.items():
         values = getattr(row, name)
         if values is None or len(values) == count:
@@ -434,6 +437,10 @@ def generic(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     if row.finish_reason == "unknown" and type(entry.get("truncated")) in (int, bool):
         row.finish_reason = "length" if entry["truncated"] else "stop"
     _take_ratios(row, entry, sampled)
+    for name, column in (("old", "old_logprobs"), ("versions", "weight_versions")):
+        if entry.get(column) is not None:
+            values = _numbers(entry, column)
+            setattr(row, name, values[sampled] if len(values) == len(sampled) else values)
     if entry.get("turn_ids") is not None:
         row.turns = _ids(entry, "turn_ids")
         if len(row.turns) != len(ids):
@@ -452,7 +459,8 @@ def _without_ids(entry: Entry) -> Entry:
     mask = _list(entry, "action_mask") if "action_mask" in entry else np.ones(count, np.bool_)
     ids = np.zeros(count + 1, np.int64)
     ids[0] = zlib.crc32(told) % LARGEST_ID
-    columns = (name, "train_logprobs", "entropy", "importance_ratio", "log_importance_ratio")
+    columns = [name, "train_logprobs", "entropy", "old_logprobs", "weight_versions"]
+    columns += ["importance_ratio", "log_importance_ratio"]
     held = [each for each in columns if isinstance(entry.get(each), list | np.ndarray)]
     for each in held:
         if len(entry[each]) != count:
@@ -659,7 +667,7 @@ FORMS: dict[Form, tuple[Callable[[Entry, Counter[str]], Iterator[Row]], str]] = 
 # Of the generic format, which people write by hand: a misspelt field is named in the report.
 GENERIC = "token_ids action_mask prompt_token_ids response_token_ids logprobs rollout_logprobs "
 GENERIC += "train_logprobs entropy prompt_id reward finish_reason"
-GENERIC += " truncated turn_ids importance_ratio log_importance_ratio"
+GENERIC += " truncated turn_ids importance_ratio log_importance_ratio old_logprobs weight_versions"
 _BATCH = "attention_mask padded "
 # Fields that are taken; all others of a row are said to be unread. Of files of torch and pickle,
 # convert.py says it.

@@ -81,6 +81,10 @@ class RecordedReport:
     """What the recorded importance ratios are; "": there are none."""
     ratios_agree: bool = True
     """They are of the two columns."""
+    anchor: str = ""
+    """Which policy PPO's ratio is anchored to."""
+    idle: str = ""
+    """That PPO's clip acts on nothing while the sides move apart."""
     hidden: str = ""
     """What all tokens or a step show, and the compared tokens do not."""
 
@@ -117,7 +121,8 @@ def of_run(run_dir: Path, spec: CheckSpec) -> RecordedReport | None:
     return RecordedReport(
         facts.file, facts.format, facts.findings, rows, steps, whole,
         told.growth_of(steps) if rows is not None else None, columns,
-        facts.ratios.sentence(), facts.ratios.agree(), hidden,
+        facts.ratios.sentence(), facts.ratios.agree(),
+        "" if rows is None else facts.ratios.anchor(facts.format), facts.ratios.idle(steps), hidden,
     )  # fmt: skip
 
 
@@ -166,6 +171,9 @@ def checks(result: RecordedReport) -> tuple[Check, ...]:
         status: CheckStatus = "passed" if result.ratios_agree else "warning"
         fix = "" if result.ratios_agree else fix
         more.append(Check("recorded-ratios", status, result.ratios, fix))
+    if result.idle:
+        fix = "anchor the ratio to the sampler, or correct by exp(trainer - rollout): mismatch "
+        more.append(Check("recorded-clip", "warning", result.idle, f"{fix}corrections RUN"))
     if result.hidden:
         worst = told.worst_of(result.steps, "k3")
         fix = (

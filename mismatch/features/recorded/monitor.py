@@ -30,7 +30,7 @@ class Batch:
     """Rows of one step, as a framework holds them: padded arrays or tensors, a row per sequence."""
 
     prompt_ids: Any
-    """[N, P]"""
+    """[N, P]; None: the framework hands over numbers alone, and rows are written without ids."""
     response_ids: Any
     """[N, R]"""
     response_mask: Any
@@ -51,6 +51,8 @@ class Monitor:
     every: int = 10
     rows: int = 64
     step: int = 0
+    rank: int | None = None
+    """Of the process, where several write; None: one does."""
     _failed: set[str] = field(default_factory=set, repr=False)
 
     @classmethod
@@ -93,11 +95,15 @@ class Monitor:
         from mismatch.run.manifest import write_atomic
 
         sums = Sums()
-        path = self.directory / f"step_{self.step}.jsonl"
+        rank = "" if self.rank is None else f"-rank_{self.rank}"
+        path = self.directory / f"step_{self.step}{rank}.jsonl"
         lines = []
         for row in range(min(self.rows, len(batch.response_ids))):
-            prompt = plain_array("prompt_ids", batch.prompt_ids[row])
-            if batch.prompt_mask is not None:
+            alone = batch.prompt_ids is None
+            prompt = np.zeros(1, np.int64)  # what a response without its prompt is counted with
+            if not alone:
+                prompt = plain_array("prompt_ids", batch.prompt_ids[row])
+            if not alone and batch.prompt_mask is not None:
                 prompt = prompt[plain_array("prompt_mask", batch.prompt_mask[row]) > 0]
             mask = plain_array("response_mask", batch.response_mask[row]) > 0
             end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
@@ -120,6 +126,8 @@ class Monitor:
                 "prompt_id": str(hash(tuple(prompt.tolist()))),
                 "step": self.step,
             }
+            for name in ("token_ids", "action_mask", "prompt_id") if alone else ():
+                del entry[name]
             lines.append(json.dumps(entry) + "\n")
         write_atomic(path, lambda file: file.write("".join(lines).encode()))
         found = {"mismatch/not_finite": float(sums.not_finite.total())}

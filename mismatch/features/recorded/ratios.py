@@ -7,19 +7,25 @@ loss by other log-probabilities than those in the dump, which says what it corre
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mismatch.metrics.row_sums import Place, Row, place_of
+from mismatch.metrics.framework_names import anchors
+from mismatch.metrics.row_sums import Place, Row, Step, place_of
 from mismatch.types import Floats
 
 NEAR = 0.01  # nats between two logarithms of one ratio: bf16 rounds a ratio by up to 0.004
 TELLING = 0.03  # nats from 0: a ratio nearer to 1 is near every kind's
 LEAST = 32  # of these tokens
 NEARLY_ALL = 0.999
+CLIP = 0.2  # PPO's usual clip range
+IDLE = 1e-3  # share of clipped tokens, up to which a clip does nothing
+LEAST_STEPS = 5
+GROWS = 4.0  # times the first steps' k3: mean |delta| has doubled
 BOUND = 1e-3  # relative, between ratios that were cut at one bound
-# Kind -> what its ratios are; the first that nearly all tokens fit.
+# Kind -> what its ratios are: "token", or the nearest of those that nearly all tokens fit.
 KINDS = {
     "token": "exp(trainer - rollout) of each token",
     "sequence": "exp(trainer - rollout) of the whole sequence",
@@ -40,11 +46,17 @@ class Ratios:
     """Tokens where the kinds differ."""
     fit: Counter[str] = field(default_factory=Counter)
     """Kind -> telling tokens that fit it, or were set to 0 or cut at a bound."""
+    apart: Counter[str] = field(default_factory=Counter)
+    """Kind -> sum of these tokens' distances from it, each at most 1 nat, in micronats."""
     zeros: int = 0
     cut: dict[str, tuple[float, float, int]] = field(default_factory=dict)
     """Of ratios below and above exp(trainer - rollout): the least, the largest, how many."""
     worst: tuple[float, Place] | None = None
     """The largest distance of a logarithm, nats, and its token."""
+    of_old: bool = False
+    """They are exp(trainer - old) of a third column, and not recorded as ratios."""
+    clipped: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Step -> tokens with a ratio, and those of them that PPO clips."""
 
     def add(self, row: Row) -> None:
         """Count the ratios of a row."""
@@ -54,6 +66,9 @@ class Ratios:
         held = np.isfinite(delta) & np.isfinite(row.ratios) & (row.ratios >= 0)
         ratio, delta, at = row.ratios[held], delta[held], np.flatnonzero(held)
         self.tokens += len(ratio)
+        step = row.attributes.get("step", "")
+        clipped = int(((ratio > 0) & (np.abs(ratio - 1) > CLIP)).sum())
+        self._clip(step, len(ratio), clipped)
         self.zeros += int((ratio == 0).sum())
         at, ratio, delta = at[ratio > 0], ratio[ratio > 0], delta[ratio > 0]
         if not len(ratio):
@@ -65,13 +80,19 @@ class Ratios:
                  "inverse": -delta, "one": 0 * ones}  # fmt: skip
         self.telling += int(telling.sum())
         for kind, expected in kinds.items():
-            self.fit[kind] += int((telling & (np.abs(said - expected) < NEAR)).sum())
+            apart = np.abs(said - expected)[telling]
+            self.fit[kind] += int((apart < NEAR).sum())
+            self.apart[kind] += round(1e6 * float(np.minimum(apart, 1.0).sum()))
         off = np.abs(said - delta)
         self._cut("below", ratio[telling & (said < delta - NEAR)])
         self._cut("above", ratio[telling & (said > delta + NEAR)])
         far = int(off.argmax())
         if off[far] > NEAR and (self.worst is None or off[far] > self.worst[0]):
             self.worst = float(off[far]), place_of(row, int(at[far]))
+
+    def _clip(self, step: str, tokens: int, clipped: int) -> None:
+        of = self.clipped.get(step, (0, 0))
+        self.clipped[step] = of[0] + tokens, of[1] + clipped
 
     def _cut(self, side: str, ratio: Floats) -> None:
         if len(ratio):
@@ -87,7 +108,11 @@ class Ratios:
         self.tokens += other.tokens
         self.telling += other.telling
         self.fit += other.fit
+        self.apart.update(other.apart)
         self.zeros += other.zeros
+        self.of_old |= other.of_old
+        for step, counts in other.clipped.items():
+            self._clip(step, *counts)
         for side, (low, high, count) in other.cut.items():
             mine = self.cut.get(side, (np.inf, -np.inf, 0))
             self.cut[side] = min(low, mine[0]), max(high, mine[1]), count + mine[2]
@@ -109,17 +134,25 @@ class Ratios:
         if self.telling < LEAST:
             return "near"
         bounded = sum(n for low, high, n in self.cut.values() if high - low <= BOUND * high)
+        fitting = []
         for kind in KINDS:
-            fit = self.fit[kind] + (bounded if kind == "token" and self.fit[kind] else 0)
+            fit = self.fit.get(kind, 0)  # a report read again holds no zeros
+            fit += bounded if kind == "token" and fit else 0
             if fit >= NEARLY_ALL * self.telling:
-                return kind
-        return "other"
+                fitting.append(kind)
+        if fitting[:1] == ["token"]:
+            return "token"
+        return min(fitting, key=lambda kind: self.apart.get(kind, 0), default="other")
 
     def sentence(self) -> str:
         """Say what the ratios are; "" where the dump holds none."""
         if not self.tokens:
             return ""
         text, kind = f"{self.tokens:,} recorded importance ratios", self.kind()
+        if self.of_old:
+            text = f"{self.tokens:,} ratios exp(trainer - old) of the third column"
+            if kind == "other":
+                return f"{text} are of an earlier pass of the trainer"
         if kind == "near":
             return f"{text} are too near 1 to tell what they are of"
         zeros = [f"set to 0 at {self.zeros:,} tokens"] if self.zeros else []
@@ -135,4 +168,36 @@ class Ratios:
 
     def agree(self) -> bool:
         """Return whether the ratios are of the two columns, as far as can be told."""
-        return self.kind() in ("near", *RIGHT)
+        return self.of_old or self.kind() in ("near", *RIGHT)
+
+    def anchor(self, form: str) -> str:
+        """Say which policy PPO's ratio is anchored to, by the ratios, else by the framework."""
+        kind = self.kind() if self.tokens else "near"
+        if kind in RIGHT:
+            return "the sampler: the mismatch is in it, and clipping acts on it"
+        if kind == "one":
+            return "the trainer's own pass: it is 1, and no mismatch is in it"
+        if kind == "other" and (self.of_old or not self.bounds()):
+            return "log-probabilities that the trainer recomputed: clipping acts on what an "\
+                "update changes, and no mismatch is in it"  # fmt: skip
+        unsaid = "a policy that this dump does not name (importance_ratio or old_logprobs would)"
+        return anchors().get(form, unsaid)
+
+    def idle(self, steps: Sequence[Step]) -> str:
+        """Say that PPO's clip does nothing while the sampler's KL grows; "" where it does."""
+        share = [n and cut / n for n, cut in self.clipped.values()]
+        held = [step for step in steps if step.tokens]
+        if len(held) < LEAST_STEPS or not share or max(share) > IDLE:
+            return ""
+        part = max(1, len(held) // 5)
+        before, after = (
+            float(np.median([s.k3 for s in some])) for some in (held[:part], held[-part:])
+        )
+        if not after > GROWS * before:
+            return ""
+        would = float(np.median([step.clipped for step in held[-part:]]))
+        return (
+            f"idle clip: PPO clips {max(share):.2%} of the recorded ratios at most, while k3 "
+            f"grows from {before:.3g} to {after:.3g}; exp(trainer - rollout) would be "
+            f"clipped at {would:.2%} of the tokens in the last steps"
+        )

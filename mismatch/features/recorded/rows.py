@@ -14,16 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mismatch.analysis.row_scores import FACTOR, FEW, far_group, surprises
 from mismatch.types import Bools, Floats, Ints, Pair, Rollout
 
 LEAST_TOKENS = 8  # of a row that is scored
 LEAST_ROWS = 12  # fewer rows make no groups
-FEW = 3  # rows that a group needs at least
-FACTOR = 3.0  # times as far apart as the others; rows of a clean run split by 1.8
-# Distance of the two groups' means over their spread. A best split of one normal group gives 2.6,
-# that of a clean vLLM and FSDP2 run of 256 rows 2.5.
-GAP = 4.5
-BINS = 10  # of the sampler's log-probability, whose tokens are expected to be equally far apart
 SAME = 0.9  # share of rows on which an attribute and the groups must agree
 CHANCE = 1e-4  # of this agreement, times the groupings that were tried
 # What a framework splits rows by, and not their content: a weak difference counts there too.
@@ -223,45 +218,6 @@ def _shifted(pair: Pair, off: Ints) -> tuple[list[int], int]:
         if len(rows) > len(best[0]):
             best = rows, lag
     return best if len(best[0]) >= max(1, len(off) / 2) else ([], 0)
-
-
-def surprises(pair: Pair) -> Floats:
-    """Return [A] how far apart each token is, over the mean of tokens of like probability."""
-    distance = np.abs(pair.delta)
-    edges = np.quantile(pair.rollout, np.linspace(0, 1, BINS + 1)[1:-1])
-    group = np.searchsorted(edges, pair.rollout)
-    count = np.maximum(np.bincount(group, minlength=BINS), 1)
-    expected = (np.bincount(group, distance, BINS) / count)[group]
-    relative: Floats = distance / np.maximum(expected, 1e-12)
-    return relative
-
-
-def far_group(score: Floats) -> Bools | None:
-    """Return which scores form a group far above the others; None where there is one group.
-
-    The split is the one with the least variance inside the groups (Otsu 1979).
-    """
-    order = np.argsort(score)
-    ordered = score[order]
-    n = len(ordered)
-    below, squares = np.cumsum(ordered), np.cumsum(ordered**2)
-    size = np.arange(1, n)
-    inside = (
-        squares[:-1]
-        - below[:-1] ** 2 / size
-        + (squares[-1] - squares[:-1])
-        - (below[-1] - below[:-1]) ** 2 / (n - size)
-    )
-    allowed = (size >= FEW) & (n - size >= FEW)
-    cut = int(np.flatnonzero(allowed)[np.argmin(inside[allowed])]) + 1
-    low, high = ordered[:cut], ordered[cut:]
-    spread = np.sqrt((low.var() + high.var()) / 2)
-    apart = high.mean() - low.mean()
-    if apart < np.log(FACTOR) or apart < GAP * max(spread, 1e-9):
-        return None
-    far = np.zeros(n, np.bool_)
-    far[order[cut:]] = True
-    return far
 
 
 def _by_source(score: Floats, scored: Ints, known: Mapping[str, np.ndarray]) -> RowGroups | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,18 +11,20 @@ from typing import Any
 import numpy as np
 
 from mismatch.analysis.diagnosis.twins import STEP
+from mismatch.analysis.weight_versions import OLD, VERSION
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
 from mismatch.features.recorded.dumps import Recorded
 from mismatch.features.recorded.facts import FILE, Finding, RecordedFacts
 from mismatch.frameworks import FRAMEWORKS
 from mismatch.keys import Key
+from mismatch.metrics.row_sums import Row
 from mismatch.models.config import FoundConfig, find_config
 from mismatch.models.tokenizers import load_tokenizer, stop_ids, token_texts
 from mismatch.run import store
 from mismatch.run.directory import at_work
 from mismatch.specs import CheckSpec, PromptSpec
-from mismatch.types import Bools, Ints, NotTested, Rollout, Sampling, Scoring, SideFacts
+from mismatch.types import Bools, Floats, Ints, NotTested, Rollout, Sampling, Scoring, SideFacts
 
 ENGINE = "recorded"
 UNKNOWN_MODEL = "recorded"
@@ -101,7 +104,14 @@ def as_run(
     steps = [row.attributes.get("step") for row in rows]
     if None not in steps and len({*steps}) > 1:
         of_token = rollout.sequence_of_token[rollout.actions]
-        decode = replace(decode, extra={STEP: np.array(steps, np.float64)[of_token]})
+        decode.extra[STEP] = np.array(steps, np.float64)[of_token]
+    versions = [_versions_of(row) for row in rows]
+    if any(np.isfinite(each).any() for each in versions):
+        decode.extra[VERSION] = _flat(versions, np.float64)[finite]
+    if all(row.old is not None for row in rows):
+        old = _flat((row.old for row in rows), np.float64)[finite]
+        if np.isfinite(old).all():
+            decode.extra[OLD] = old
     train = None
     if trainer is not None and "trainer" in sides:
         held = [row.entropy for row in rows if row.entropy is not None]
@@ -113,6 +123,15 @@ def as_run(
     attributes = {name: tuple(row.attributes[name] for row in rows) for name in of_all}
     attributes["row"] = tuple(str(row.number) for row in rows)
     return RecordedRun(rollout, decode, train, tuple(findings), attributes)
+
+
+def _versions_of(row: Row) -> Floats:
+    """Return the version of the weights that sampled each token; NaN where it is no number."""
+    if row.versions is not None:
+        return row.versions
+    said = row.attributes.get("weight_version", "")
+    version = float(said) if re.fullmatch(r"\d{1,15}", said, re.ASCII) else np.nan
+    return np.full(len(row.logprobs), version)
 
 
 def which_rows(rows: list[int]) -> str:

@@ -38,7 +38,7 @@ def section(result: RecordedReport, report: Report) -> Section:
     found = result.rows.sentence() if result.rows is not None else ""
     grown = result.growth.sentence() if result.growth is not None else ""
     ratios = "" if result.ratios_agree else result.ratios
-    warned = (result.columns.fault, grown, result.hidden, found, ratios)
+    warned = (result.columns.fault, grown, result.idle, result.hidden, found, ratios)
     sentences = []
     for bound, name, label in CROSSED:
         # k3 beyond every number is stored as null, and read as NaN.
@@ -52,6 +52,10 @@ def section(result: RecordedReport, report: Report) -> Section:
         sentences.insert(0, f"{capital(result.growth.sentence())}.")
     if result.ratios:
         sentences.append(f"{capital(result.ratios)}.")
+    if result.anchor:
+        sentences.append(f"PPO's ratio is anchored to {result.anchor}.")
+    if result.idle:
+        sentences.insert(0, f"{capital(result.idle)}.")
     if result.hidden:
         sentences.insert(0, f"{capital(result.hidden)}.")
     enough = result.rows is not None and result.rows.rows >= LEAST_ROWS

@@ -2,6 +2,8 @@
 
     trainer.add_callback(MismatchCallback(trainer, "runs/watch"))
 
+AsyncGRPOTrainer is refused: it scores samples inside its loss, and keeps no batch.
+
 The trainer needs importance sampling correction on (``vllm_importance_sampling_correction``, TRL's
 default), which keeps the sampler's log-probabilities. Numbers go to the trainer's own log.
 """
@@ -22,6 +24,16 @@ class MismatchCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def __init__(
         self, trainer: Any, directory: str | Path, every: int = 10, rows: int = 64
     ) -> None:
+        """Refuse a trainer that keeps no batch, before it trains.
+
+        Raises:
+            ValueError: e.g. AsyncGRPOTrainer, whose samples hold the sampler's side alone.
+        """
+        if not hasattr(trainer, "_buffered_inputs"):
+            raise ValueError(
+                f"{type(trainer).__name__} keeps no scored batch, so nothing can be recorded. Its "
+                "log has the numbers of each step: mismatch postmortem LOG"
+            )
         self.trainer = trainer
         self.monitor = Monitor(Path(directory), every, rows)
 

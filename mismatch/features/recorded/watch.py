@@ -16,11 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
+from mismatch.analysis.diagnosis.twins import STEP
+from mismatch.analysis.drift import drift_of
+from mismatch.analysis.weight_versions import VERSION, lags_of, split_by_lag
 from mismatch.errors import named_line
 from mismatch.features.recorded.dumps import CUT_OFF, Recorded, read_recorded
 from mismatch.features.recorded.parts import SUFFIXES, named, of_one_step, suffix_of
 from mismatch.features.recorded.rows import row_groups
-from mismatch.features.recorded.run import as_run
+from mismatch.features.recorded.run import RecordedRun, as_run
 from mismatch.metrics.row_sums import Step
 from mismatch.reports.formatting import line, number, percent, plural
 from mismatch.types import Pair, Sampling
@@ -173,9 +176,25 @@ def _steps(recorded: Recorded) -> Iterator[tuple[Step, str]]:
         run = as_run(recorded, Sampling(), {}, {})
         if run.train is not None:
             pair = Pair.of(run.rollout, run.decode, run.train)
-            rows = row_groups(pair, run.rollout, run.attributes).sentence()
+            said = row_groups(pair, run.rollout, run.attributes).sentence(), _apart(run, pair)
+            rows = "; ".join(filter(None, said))
     for step in sums.steps() or [sums.whole.step(0)]:
         yield step, rows
+
+
+def _apart(run: RecordedRun, pair: Pair) -> str:
+    """Return what weight versions tell of staleness, and a bias; "" where chance explains all."""
+    extra, said = run.decode.extra, list[str]()
+    if VERSION in extra:
+        lag = lags_of(extra[VERSION], extra.get(STEP))
+        split = split_by_lag(pair.delta, pair.rollout, lag, pair.prompt[pair.sequence])
+        if split is not None and split.stale:
+            said.append(f"mismatch {number(split.mismatch.value)} nats rms at equal weights, "
+                        f"staleness {number(split.staleness.value)}")  # fmt: skip
+    drift = drift_of(pair.delta, pair.sequence, pair.prompt, None)
+    if drift is not None and drift.biased:
+        said.append(f"a bias of {number(drift.bias, sign=True)} nats per token")
+    return "; ".join(said)
 
 
 def _line(step: Step, name: str, rows: str, usual: float | None, recorded: Recorded) -> str:
