@@ -155,6 +155,19 @@ def test_a_factor_that_a_users_trainer_loses_is_named(tmp_path, monkeypatch):
     assert not any("mismatch kernels" in fix or "mismatch locate" in fix for fix in fixes)
 
 
+def test_rows_that_pad_a_trainers_head_are_no_proven_vocabulary(tmp_path, monkeypatch):
+    """64 rows of zeros take part in its softmax, in float32 as well."""
+    model = make("llama", tmp_path / "llama", **WIDE)
+    own = ("--scorer", "tests.integration.test_field_cases:PaddedHead")
+    cause, *_ = checked(monkeypatch, tmp_path, model, "", *own)
+    assert cause["side"] == "trainer"
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    failed = {check["id"] for check in report["checks"] if check["status"] == "failed"}
+    assert "implementation-gap-trainer" in failed
+    found = {each["what"]: each["standing"] for each in report["validity"]}
+    assert found["vocabulary and its padding"] != "proven"
+
+
 def test_a_share_goes_to_the_difference_that_makes_it(tmp_path, monkeypatch):
     """Digests differ in one value; the trainer's kernel, which drops the sinks, is what matters."""
     model = Path(resolve_model("tiny-gpt-oss"))
@@ -231,6 +244,15 @@ class HeadByHand:
 
     def facts(self) -> Facts:
         return Facts(code="HeadByHand", dtype=self.name, attention="sdpa")
+
+
+class PaddedHead(HeadByHand):
+    """Its head has 64 rows more than the vocabulary, which are zeros."""
+
+    def __init__(self, job: TrainerJob) -> None:
+        super().__init__(job)
+        head = self.model.lm_head.weight.data
+        self.model.lm_head.weight.data = torch.cat([head, head.new_zeros(64, head.shape[1])])
 
 
 def plain(ids: np.ndarray, lengths: np.ndarray, mask: np.ndarray, temperature: float) -> np.ndarray:

@@ -19,6 +19,7 @@ def pair(
     seed: int,
     sharper: float = 1.0,
     top: int = VOCABULARY,
+    top_p: float = 1.0,
     noise: float = 4e-3,
     rare: float | None = None,
     sizes: tuple[int, int, int] = (PROMPTS, SAMPLES, RESPONSE),
@@ -29,6 +30,7 @@ def pair(
     Args:
         sharper: factor of the logits that tokens are drawn with.
         top: how many of the likeliest tokens can be drawn.
+        top_p: cuts each law to the likeliest tokens of this mass.
         rare: probability of all tokens but the likeliest together; None: the logits are random.
         sizes: prompts, samples of each, tokens of a response.
         ends: id 0 is an end token, whose logit the sampler lowers by this many nats; None: no end.
@@ -43,6 +45,12 @@ def pair(
     drawn = sharper * logits
     drawn[drawn < np.sort(drawn, axis=1)[:, [-top]]] = -np.inf
     drawn[:, 0] -= ends or 0.0
+    if top_p < 1.0:
+        order = np.argsort(-logprobs, axis=1)
+        before = np.cumsum(np.take_along_axis(np.exp(logprobs), order, 1), axis=1)
+        before -= np.take_along_axis(np.exp(logprobs), order, 1)
+        cut = np.where(before >= top_p, -np.inf, 0.0)
+        np.put_along_axis(drawn, order, np.take_along_axis(drawn, order, 1) + cut, 1)
     ids = (drawn + rng.gumbel(size=drawn.shape)).argmax(axis=1)
     length = PROMPT + response
     mask = np.tile(np.arange(length) >= PROMPT, rows)
@@ -92,6 +100,8 @@ def test_a_policy_that_is_nearly_certain_is_no_fault_of_the_sampler(
         ({"sharper": 1 / 0.9}, "sharper"),
         ({"sharper": 1 / 1.1}, "flatter"),
         ({"top": 8}, "sharper"),
+        ({"sharper": 1 / 0.95}, "sharper"),
+        ({"top_p": 0.97}, "sharper"),
     ],
 )
 def test_a_sampler_of_another_law_fails_though_log_probabilities_agree(
