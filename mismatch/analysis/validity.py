@@ -82,8 +82,8 @@ POINTS = (
     ),
     Point(
         "vocabulary and its padding",
-        (),
-        (GAPS, ("exact-kl",)),
+        ("whole-distributions",),
+        (GAPS, ("whole-distributions",)),
         f"{IN_FLOAT32}, or whole distributions: --exact-kl",
     ),
     Point(

@@ -334,7 +334,9 @@ def test_numbers_without_ids_are_one_dump_as_lines_and_as_parquet(
     more: str, kind: str, tmp_path: Path
 ) -> None:
     """Parquet gives arrays of their own types where JSON gives lists."""
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     rows = [
         {"logprobs": [-0.5, -1.25, -2.0], "train_logprobs": [-0.75, -1.5, -2.25]},
         {"logprobs": [-1.5, -1.0, -0.25], "train_logprobs": [-1.5, -1.0, -0.5]},

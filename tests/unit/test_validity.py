@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mismatch.analysis.diagnosis.pass_checks import distributions
 from mismatch.analysis.validity import GAPS, POINTS, in_words, validity
-from mismatch.types import Check, CheckStatus, Report
+from mismatch.types import Check, CheckStatus, Distributions, Report, Scoring
 from tests.reports_fixture import make_report
 
+VOCABULARY = next(point.what for point in POINTS if "vocabulary" in point.what)
 IDS = sorted({id for point in POINTS for id in (*point.refuted_by, *sum(point.proven_by, ()))})
 
 
@@ -63,3 +66,26 @@ def test_equal_bits_in_every_token_are_no_proof_of_two_computations() -> None:
     copied = replace(computed, fingerprints=facts)
     assert standings(copied)["tokens computed twice"] == "not proven"
     assert "tokens computed twice" not in standings(report)
+
+
+def law_of(name: str, ids: int, missing: float = 0.0) -> Scoring:
+    """A side with two uniform distributions, of whose probability a share is missing."""
+    held = np.full((2, ids), np.log((1 - missing) / ids), np.float32)
+    laws = Distributions(np.arange(2), held, ids)
+    return Scoring(name, np.zeros(2, np.int64), np.zeros(2), {}, distributions=laws)
+
+
+@pytest.mark.parametrize(
+    ("missing", "ids", "status"), [(0.0, 50, "passed"), (0.02, 50, "failed"), (0.0, 64, "failed")]
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_side_whose_probabilities_do_not_sum_to_1_over_the_vocabulary_is_refuted(
+    missing: float, ids: int, status: CheckStatus, turned: bool
+) -> None:
+    """Padding of a head in its softmax takes probability from the ids that both sides have."""
+    sides = [law_of("vllm:decode", 50), law_of("fsdp", ids, missing)]
+    check = distributions(*sides[::-1] if turned else sides)
+    assert check.status == status
+    report = replace(report_of("passed"), checks=(check,))
+    found = {each.what: each.standing for each in validity(report)}
+    assert found[VOCABULARY] == {"passed": "proven"}.get(status, "refuted")

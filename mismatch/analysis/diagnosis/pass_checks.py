@@ -20,6 +20,7 @@ from mismatch.analysis.diagnosis.ranking import seen_by
 from mismatch.analysis.levels import ENTROPY, LEAST_ENTROPY, MORE, column_for
 from mismatch.analysis.thresholds import default_thresholds
 from mismatch.attempts import Attempts
+from mismatch.errors import MismatchError
 from mismatch.keys import ALONE, GRAD, NEW, REGROUPED, REPEATED, TRAIN
 from mismatch.metrics import METRICS
 from mismatch.metrics.estimator import Estimator
@@ -39,6 +40,11 @@ APART = 2.0  # times the headline's share
 FARTHER = 1.1
 NEAR, FAR = 1e-4, 0.08  # nats under which that is no warning, no failure (unfit, by levels.toml)
 AGREEMENT = "trainer-self-agreement"
+DISTRIBUTIONS = "whole-distributions"
+OTHER_SUM = (
+    "cut padding of the head from the logits before the softmax, mask no id, and look for overflow "
+    "(fp16) in the logits"
+)
 # Where decode and prefill give equal bits (46,831 of 46,831 tokens of three clean runs on CPUs), a
 # token in which they do not is a fault: of the cache, a batch's slot, a request that was resumed.
 # Other batches can move some by rounding: of these, one in a hundred is as far apart as the worst
@@ -72,7 +78,34 @@ def pass_checks(
         (turns_agree, rollout, decode, train, sound),
         (trainer_agreement, rollout, decode, train, sound),
         *([] if prefill is None else [(engine_agreement, rollout, *again)]),
+        *([] if decode.distributions is train.distributions else [(distributions, decode, train)]),
     )
+
+
+def distributions(decode: Scoring, train: Scoring) -> Check:
+    """Check that each side's whole distributions sum to 1 over one vocabulary.
+
+    A head with padding in its softmax, or masked ids, takes probability from the others.
+    """
+    held = [each for each in (decode, train) if each.distributions is not None]
+    faults = []
+    for scoring in held:
+        try:
+            assert scoring.distributions is not None
+            scoring.distributions.law(scoring.name)
+        except MismatchError as error:
+            faults.append(error.message)
+    if faults:
+        return failed(DISTRIBUTIONS, "; ".join(faults), OTHER_SUM)
+    sizes = {each.name: each.distributions.vocabulary for each in held if each.distributions}
+    if len(set(sizes.values())) > 1:
+        detail = ", ".join(f"{name} has {size:,} ids" for name, size in sizes.items())
+        return failed(DISTRIBUTIONS, detail, OTHER_SUM)
+    if len(held) < 2:
+        return Check(DISTRIBUTIONS, "not_tested", "one side gave none")
+    counted = ", ".join(f"{len(each.distributions.positions):,} of {each.name}"
+                        for each in held if each.distributions)  # fmt: skip
+    return Check(DISTRIBUTIONS, "passed", f"{counted} sum to 1, over {sizes[decode.name]:,} ids")
 
 
 def not_finite(scoring: Scoring) -> str:

@@ -76,7 +76,7 @@ def postmortem(flags: Flags) -> int:
     the mismatch grew over steps, and what corrections would do. Of a log (console, JSON lines,
     TensorBoard, W&B offline) it shows the curves of its metrics and what is wrong with them.
     Whether a side is broken needs the model: `mismatch score RUN` or `mismatch check` adds that.
-    Exit code as `check --quick`.
+    Exit code as of a quick check.
 
     Examples:
     mismatch postmortem logs/exp_001/train_data_step12.jsonl
