@@ -172,9 +172,8 @@ def cause_checks(causes: Causes | None, explained: bool = False) -> list[Check]:
     if not named:
         return []
     first = named[0]
-    share = "" if first.effect is None else f", {first.effect.value:.0%} of mean |delta|"
     more = f" (and {len(named) - 1} more)" if len(named) > 1 else ""
-    detail = f"{first.id} is {first.status}, side {first.side}{share}{more}"
+    detail = f"{first.id} is {first.status}, side {first.side}{more}"
     known = explained or first.made_here or first.status == "confirmed"
     more = "" if known else "; --explain confirms or rules out"
     return [Check("causes", "warning", detail, f"see Causes{more}")]

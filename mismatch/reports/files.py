@@ -84,9 +84,10 @@ def write_rendered(
         What raised: sections, which the pages lack, or a whole page, which is deleted.
     """
     attempts = Attempts()
-    asked = report, tokens, framework, attempts
+    asked = report, tokens, framework, attempts, run_dir
+    brief = report, framework, False, run_dir
     for name, text in (
-        ("report.md", attempts.make("report.md", to_markdown, report, framework, otherwise="")),
+        ("report.md", attempts.make("report.md", to_markdown, *brief, otherwise="")),
         ("report.html", attempts.make("report.html", to_html, *asked, otherwise="")),
     ):
         if not text:

@@ -213,7 +213,7 @@ def _dots(rows: list[FixOutcome], report: Report, axes: Axes) -> str:
     return f"k3 before and after: {'; '.join(values)}"
 
 
-def command_of(row: FixOutcome) -> str:
+def command_of(row: FixOutcome, made_by: str = "") -> str:
     """Return the command that makes a check with a fix or a combination.
 
     From the catalogue; a row of a plug-in that is not here, or with other flags, keeps its text.
@@ -224,7 +224,7 @@ def command_of(row: FixOutcome) -> str:
         flags = []
     if " ".join(map(str, flags)) != row.flags:
         return f"mismatch check … {row.flags}"
-    return check_command(flags)
+    return check_command(flags, made_by)
 
 
 def _settings(result: FixTable) -> Section:
