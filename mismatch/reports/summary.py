@@ -239,9 +239,11 @@ def known_by(report: Report, cause: Cause) -> Known:
     if cause.status == LITTLE:
         return Known("stated by a side, and of little weight by experiment", cause.effect)
     if cause.status != "confirmed":
-        open_still = (
-            "no experiment decided" if told is not None else "--explain confirms or rules it out"
-        )
+        open_still = "--explain confirms or rules it out"
+        if told is not None:
+            open_still = "no experiment decided"
+        elif headline(report).rollout == Key.of("recorded", "decode"):
+            open_still = "a dump cannot be run again to confirm it"
         return Known(f"suspected, {open_still}", cause.effect)
     stated = cause.stated or cause.fact
     how = "stated by a side and " * stated + "located in its module"
@@ -484,8 +486,10 @@ def deciding(report: Report) -> Check | Row | None:
     """Return what the verdict rests on: the check or the metric that decided; None: neither did."""
     verdict = report.verdict
     if verdict.correctness is not None and verdict.correctness.status == verdict.status:
-        statuses = {"broken": ("failed",), "inconclusive": ("inconclusive", "warning")}
-        found = checks(report, *statuses.get(verdict.status, ("warning",)))
+        status = {"broken": "failed", "inconclusive": "inconclusive"}.get(verdict.status, "warning")
+        found = [check for check in checks(report, status) if check.id not in ("causes", ENTROPY)]
+        if verdict.status == "inconclusive":
+            found = [c for c in checks(report, "warning") if c.id in TOO_LITTLE] + found
         lead = lead_of(report.result("causes"), report.checks)
         measured = findings(report)
         # A number before a statement; what the leading cause explains before what it does not.
@@ -555,13 +559,15 @@ def next_steps(report: Report) -> list[str]:
         ends_well = after is not None and after.status in ("healthy", "tolerable")
     known = bool(steps)
     lead = None if ends_well else lead_of(report.result("causes"), report.checks)
-    made_here = lead is not None and lead.cause.made_here  # own_setting() is its step
-    if lead is not None and not made_here and report.verdict.status != "healthy":
-        steps.append(cause_step(report, lead.cause))
+    first = causes.ranked[0] if causes and causes.ranked and not ends_well else None
+    first = lead.cause if lead is not None else first
+    if first is not None and not first.made_here and report.verdict.status != "healthy":
+        steps.append(cause_step(report, first))
     explained = lead.checks if lead is not None else ()
     rest = [check for check in report.checks if check not in explained]
     wrong = [check for check in rest if check.status in ("failed", "inconclusive")]
-    wrong = wrong or [check for check in rest if check.status == "warning"]
+    # One that has no fix follows from others, and that of the causes is said with the cause.
+    wrong = wrong or [c for c in rest if c.status == "warning" and c.fix and c.id != "causes"]
     wrong = [] if ends_well else wrong
     more = any(map(_wants_more, wrong))
     if report.verdict.status == "inconclusive":

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from mismatch.analysis import plugins
 from mismatch.analysis.catalogue import catalogue, title_of
 from mismatch.analysis.cause_results import DIFFER, MODULE, place_of
 from mismatch.analysis.explained import explains, lead_of, leads
@@ -54,6 +55,10 @@ WRONG = ("failed", "inconclusive", "warning")
 def lead(report: Report) -> str:
     """Return what is wrong, or how far apart the two sides are, in one sentence."""
     causes, failed = report.result("causes"), summary.checks(report, "failed")
+    for each in plugins.analyses() if not failed else ():
+        result = report.result(each.id)
+        if result is not None and each.reason and (said := each.call("reason", result)):
+            return capital(f"{line(said)}.")
     leading = lead_of(causes, report.checks)
     first = leading.cause if leading else causes.ranked[0] if causes and causes.ranked else None
     explained = not failed or (first and any(explains(first, check) for check in failed))
