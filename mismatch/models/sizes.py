@@ -78,7 +78,7 @@ def sized(found: FoundConfig, python: str | None = None) -> SizedModel:
     """Count the parameters of a model by its config.json.
 
     Args:
-        python: interpreter whose transformers builds the model; None: this one's.
+        python: interpreter whose transformers builds the model; None: the running one.
 
     Raises:
         UnknownSize: torch or transformers is missing, or cannot build this model.

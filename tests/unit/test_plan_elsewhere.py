@@ -11,12 +11,14 @@ import pytest
 from rich.console import Console
 
 from mismatch.doctor.plan import plan
+from mismatch.models import resolve_model
 from mismatch.models.config import find_config
 from mismatch.models.sizes import UnknownSize, sized
 from mismatch.reports.plan import print_plan
 from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec
 
-FOUND = find_config("tiny-gpt-oss")
+MODEL = resolve_model("tiny-gpt-oss")
+FOUND = find_config(MODEL)
 
 
 def test_another_interpreter_counts_the_same() -> None:
@@ -33,8 +35,7 @@ def test_an_interpreter_without_torch_is_said_with_a_fix(tmp_path: Path) -> None
 
 def test_a_plan_that_counts_nothing_says_so_first(tmp_path: Path) -> None:
     python = str(tmp_path / "none")
-    engine = EngineSpec(model="tiny-gpt-oss", python=python)
-    train = TrainSpec(model="tiny-gpt-oss", python=python)
+    engine, train = EngineSpec(model=MODEL, python=python), TrainSpec(model=MODEL, python=python)
     made = plan(CheckSpec(rollout=RolloutSpec(engine), train=train))
     assert made.sides == ()
     out = io.StringIO()
