@@ -129,7 +129,9 @@ def test_every_variable_of_ours_has_its_line() -> None:
     page = written()["reference/environment-variables.md"]
     sources = [path.read_text("utf-8") for path in (ROOT / "mismatch").rglob("*.py")]
     read = {name for text in sources for name in re.findall(r'"(MISMATCH_[A-Z_]+)"', text)}
-    assert read - {"MISMATCH_WORKER", "MISMATCH_SGLANG_ERROR"} <= set(re.findall(r"`(MISMATCH_[A-Z_]+)`", page))
+    assert read - {"MISMATCH_WORKER", "MISMATCH_SGLANG_ERROR"} <= set(
+        re.findall(r"`(MISMATCH_[A-Z_]+)`", page)
+    )
 
 
 def test_every_number_in_a_picture_is_explained_below_it() -> None:
