@@ -10,6 +10,7 @@ from typing import Any
 
 FLOAT32 = "fp32"
 LONG = "long"  # the tokens of one long sequence
+SAMPLES = "first-samples"  # folder of a run: the first sample of each prompt
 FIRST = "first-layers"  # kind of a scoring by a model of its first layers alone
 APART = "adapter-apart"  # kind of a plain forward that does not merge its adapter
 AS_RUN = "as-run"  # the long sequence at the run's own precision; without it, in float32

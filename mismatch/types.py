@@ -127,6 +127,25 @@ class Rollout:
         of_sequence = [of_prompt.get(prompt, prompt) for prompt in self.prompt_index.tolist()]
         return np.array(of_sequence, np.int64)
 
+    @property
+    def first_samples(self) -> Ints:
+        """The first sequence of each prompt, [P]."""
+        return np.sort(np.unique(self.prompt_index, return_index=True)[1])
+
+    def only(self, kept: Ints) -> Rollout:
+        """Return these sequences alone; ``kept`` are [N'] indices, in rising order."""
+        rows = np.flatnonzero(np.isin(self.sequence_of_token, kept))
+        return replace(
+            self,
+            token_ids=self.token_ids[rows],
+            offsets=np.concatenate([[0], np.cumsum(np.diff(self.offsets)[kept])]),
+            action_mask=self.action_mask[rows],
+            turn=self.turn[rows],
+            prompt_index=self.prompt_index[kept],
+            finish_reason=tuple(self.finish_reason[number] for number in kept.tolist()),
+            rewards=None if self.rewards is None else self.rewards[kept],
+        )
+
     def sequences(self) -> list[Ints]:
         """Token ids of each sequence, N arrays."""
         return np.split(self.token_ids, self.offsets[1:-1])

@@ -24,6 +24,7 @@ class RunArtefacts:
         usable: scoring name -> scoring, of all whose values can be trusted.
         refused: scoring name -> why not.
         first: as ``usable``, of scorings by the model's first layers alone.
+        few: as ``usable``, of scorings of the first sample of each prompt alone.
     """
 
     rollout: Rollout
@@ -33,6 +34,7 @@ class RunArtefacts:
     usable: dict[str, Scoring]
     refused: dict[str, str]
     first: dict[str, Scoring] = field(default_factory=dict)
+    few: dict[str, Scoring] = field(default_factory=dict)
 
 
 class _Fixes(Analysis):

@@ -69,6 +69,7 @@ from mismatch.types import (
     Bools,
     Estimate,
     Floats,
+    Ints,
     NotTested,
     Scoring,
     SideFacts,
@@ -186,8 +187,9 @@ def gap_side(exact: Scoring, scorings: Mapping[str, Scoring], level: float) -> O
 class _Corners:
     """The scorings of a run by their place in the square."""
 
-    def __init__(self, run: RunArtefacts, spec: CheckSpec) -> None:
+    def __init__(self, run: RunArtefacts, spec: CheckSpec, of: Ints | None = None) -> None:
         self.run, self.spec, self.usable = run, spec, run.usable
+        self.numbers = np.arange(run.rollout.n_sequences) if of is None else of  # in the whole run
         self.reference = run.usable[REFERENCE]
         self.plain = PlainCost.of(run.usable, self.reference.logprobs)
         self.engine = Key(run.decode.name).side
@@ -232,7 +234,7 @@ class _Corners:
             unmeasured=self.unmeasured(measured),
             seconds={
                 name: float(scoring.fingerprint["seconds"])
-                for name, scoring in self.usable.items()
+                for name, scoring in (self.usable | self.run.few).items()
                 if Key(name).side == PLAIN
                 or name in (REFERENCE, self.float32_name, TRAINER_FLOAT32)
                 if scoring.fingerprint.get("seconds") is not None
@@ -376,9 +378,19 @@ class _Corners:
             (self.engine, self.engine_in_float32(), self.float32_name),
             ("the trainer", self.trainer_in_float32(), TRAINER_FLOAT32),
         ):
-            how, corners = "", self
-            if exact is None and name == self.float32_name and (first := self.first_layers()):
+            how, corners, unseen = "", self, list[NotTested]()
+            if exact is None and name in self.run.few:
+                corners, exact = self.first_samples(name), self.run.few[name]
+                sizes = [len(each.reference.logprobs) for each in (corners, self)]
+                counts = "{:,} of {:,} tokens".format(*sizes)
+                why = f"{counts}, of the first sample of each prompt: all take over a minute"
+                unseen = [NotTested(f"float32 of {whose} in other samples", why)]
+            elif exact is None and name == self.float32_name and (first := self.first_layers()):
                 corners, exact = first, first.engine_in_float32()
+                if exact is not None:
+                    checked = "{} of {} layers".format(*exact.fingerprint["layers"])
+                    why = f"function checked on {checked}: there is no room for more in float32"
+                    unseen = [NotTested(LATER_LAYERS, why)]
             if exact is not None:
                 reason = incomparable(exact, corners.reference)
             elif not (reason := self.run.refused.get(name, "")):
@@ -387,14 +399,22 @@ class _Corners:
             if exact is None or reason:
                 self.missing.append(NotTested(f"implementation gap of {whose}", reason, how))
             else:
-                if corners is not self:
-                    checked = "{} of {} layers".format(*exact.fingerprint["layers"])
-                    why = f"function checked on {checked}: there is no room for more in float32"
-                    self.missing.append(NotTested(LATER_LAYERS, why))
+                self.missing += unseen
                 named = NotTested.of(exact.fingerprint)
                 self.missing += [each for each in named if each.what == WITHOUT_MLA.what]
                 self.bounds[exact.name] = corners.gap_bounds(), corners.far_tokens(exact)
                 yield corners.gap(exact)
+
+    def first_samples(self, name: str) -> _Corners:
+        """Return the corners of a scoring that was made of the first samples alone."""
+        rollout, few = self.run.rollout, self.run.rollout.first_samples
+        kept = np.isin(rollout.sequence_of_token[rollout.actions], few)
+        usable = {
+            each: replace(s, token_ids=s.token_ids[kept], logprobs=s.logprobs[kept], routing=None)
+            for each, s in self.usable.items()
+        }
+        usable[name] = self.run.few[name]
+        return _Corners(replace(self.run, rollout=rollout.only(few), usable=usable), self.spec, few)
 
     def first_layers(self) -> _Corners | None:
         """Return the corners of the first layers alone; None: the run does not hold all of them."""
@@ -433,9 +453,10 @@ class _Corners:
             return None
         tokens = rollout.actions[far[:3]]
         sequences = rollout.sequence_of_token[tokens]
-        numbers = (rollout.token_ids[tokens], sequences, tokens - rollout.offsets[sequences])
-        places = zip(*(each.tolist() for each in (*numbers, sizes[far[:3]])), strict=True)
-        return FarTokens(bound, len(far), tuple(FarToken(*place) for place in places))
+        places = self.numbers[sequences], tokens - rollout.offsets[sequences]
+        numbers = (rollout.token_ids[tokens], *places)
+        rows = zip(*(each.tolist() for each in (*numbers, sizes[far[:3]])), strict=True)
+        return FarTokens(bound, len(far), tuple(FarToken(*row) for row in rows))
 
     def rerouted(self, exact: Scoring) -> Bools | None:
         """Return which tokens [A] other experts may have moved: theirs, or an earlier token's.

@@ -253,7 +253,8 @@ def room_for(spec: CheckSpec, force: bool) -> Room:
         split = max(memory.float32_split, spec.rollout.engine.tensor_parallel_size)
         require_shared_memory(split, spec.nproc_per_node)
     layers = 0 if force else memory.float32_layers
-    return Room(out, memory.float32_split, memory.float32_offload, layers, reason)
+    sizes = memory.float32_split, memory.float32_offload, layers
+    return Room(out, *sizes, reason, memory.float32_few)
 
 
 def warn_of_key(spec: RolloutSpec) -> None:

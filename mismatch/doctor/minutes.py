@@ -14,6 +14,7 @@ from mismatch.doctor.machine import KINDS, Kind, Machine, kind_of
 from mismatch.doctor.memory import BYTES, GIB, Workload, offload_gib
 from mismatch.experiments.beyond import length_of
 from mismatch.experiments.scoring_passes import NO_GRAPHS
+from mismatch.keys import LONG, SAMPLES
 from mismatch.models.derived import copied_bytes
 from mismatch.models.sizes import SizedModel
 from mismatch.specs import AS_STORED, OWN_SCORER, CheckSpec, Dtype, EngineSpec, Pass, weights_key
@@ -37,6 +38,7 @@ DISK_BYTES_S, STEP_S, BANDWIDTH, AT_ONCE = 1e9, 0.02, 0.5, 256
 # warm it up.
 PINNED_BYTES_S, BUS_BYTES_S, BATCHED, WARM_UP = 7e8, 1.6e9, 16384, 2
 UNPACKED_S = 7.6e7  # MXFP4 values dequantised on a CPU: a layer of gpt-oss-20b took 10.5 s
+LONG_PASS_S = 60.0  # in float32: beyond it, one sample of each prompt is scored
 ON_CPUS = "no minutes for CPUs: one's speed tells little of another's; vLLM started in 16 to 41 s"
 LEFT_OUT = "not in the minutes: downloads, fixes, traffic between GPUs; disks below 1 GB/s"
 
@@ -75,6 +77,32 @@ def forward_s(shape: SizedModel, tokens: int, longest: int, kind: Kind, dtype: D
     return seconds + (dtype == "fp32") * (products + attention) / (kind.fp32 * 1e12)
 
 
+def rescored_s(
+    engine: EngineSpec, shape: SizedModel, tokens: int, longest: int, kind: Kind
+) -> float:
+    """Return the seconds of an engine's prefill of tokens, which attend to ``longest`` each."""
+    seconds = forward_s(shape, tokens, longest, kind, engine.dtype) / engine.tensor_parallel_size
+    offloaded = offload_gib(dict(engine.args)) * GIB
+    return seconds + math.ceil(tokens / BATCHED) * offloaded / BUS_BYTES_S
+
+
+def float32_s(
+    exact: CheckSpec, shapes: tuple[SizedModel, SizedModel], work: Workload, machine: Machine
+) -> float:
+    """Return the seconds in which the slower side scores all tokens in float32; 0: not known.
+
+    Args:
+        exact: a check whose engine runs in float32.
+        shapes: the trainer's model, and the engine's.
+    """
+    name = kind_of(machine.gpus[0]) if machine.gpus else ""
+    if not name:
+        return 0.0
+    kind, size = KINDS[name], (work.sequences * work.longest, work.longest)
+    trainer = forward_s(shapes[0], *size, kind, "fp32") / exact.nproc_per_node
+    return max(trainer, rescored_s(exact.rollout.engine, shapes[1], *size, kind))
+
+
 def estimate(
     spec: CheckSpec,
     shapes: Sequence[SizedModel],
@@ -82,6 +110,7 @@ def estimate(
     machine: Machine,
     passes: Sequence[Pass],
     exact: EngineSpec | None = None,
+    few: bool = False,
 ) -> Time:
     """Estimate the seconds of every stage of a check.
 
@@ -89,6 +118,7 @@ def estimate(
         shapes: the trainer's model, the engine's, and that of the engine in float32.
         passes: of the trainer, those that fit.
         exact: the engine in float32; None: it is not started.
+        few: in float32 the first sample of each prompt alone is scored.
     """
     if not machine.gpus:
         return Time({}, (ON_CPUS,))
@@ -102,6 +132,7 @@ def estimate(
         if engine is None or own.servers:
             continue
         args, split = dict(engine.args), engine.tensor_parallel_size
+        scored = tokens // (work.sampling.samples_per_prompt if few and engine is exact else 1)
         graphs = NO_GRAPHS.get(engine.engine) not in engine.args
         packed = engine.weights in (AS_STORED, "mxfp4")
         read = 2 * served.stored_bytes(2, keeps_packed=True)  # once more for their digests
@@ -114,8 +145,7 @@ def estimate(
         starts += offloaded / PINNED_BYTES_S + WARM_UP * offloaded / BUS_BYTES_S
         stages[f"{label}: start"] = starts
         stages[f"{label}: weights"] = read / DISK_BYTES_S + bool(copy) * unpacked / UNPACKED_S
-        rescored = forward_s(served, tokens, work.longest, kind, engine.dtype) / split
-        rescored += math.ceil(tokens / BATCHED) * offloaded / BUS_BYTES_S
+        rescored = rescored_s(engine, served, scored, work.longest, kind)
         if engine is own:
             turns = math.ceil(work.sequences / int(args.get("max_num_seqs") or AT_ONCE))
             steps = turns * work.sampling.max_tokens * spec.rollout.prompts.turns
@@ -124,15 +154,16 @@ def estimate(
             stages[f"{label}: samples"] = steps * step + rescored
         if engine.prefill:
             stages[f"{label}: rescores"] = rescored
-    loads = len({weights_key(item.spec) for item in passes if not item.folder})
+    loads = len({weights_key(item.spec) for item in passes if item.folder != LONG})
     stages["trainer: weights"] = loads * model.stored_bytes(2, keeps_packed=True) / DISK_BYTES_S
     length = length_of(spec, model, tokens, machine.gpus[0].free_bytes)[0]
     for item in passes:
-        if item.folder:
+        scored = tokens // (work.sampling.samples_per_prompt if item.folder == SAMPLES else 1)
+        if item.folder == LONG:
             seconds = PASS_S + forward_s(model, length, length, kind, item.spec.dtype)
             stages["one long sequence"] = stages.get("one long sequence", 0.0) + seconds
         else:
-            forward = forward_s(model, tokens, work.longest, kind, item.spec.dtype)
+            forward = forward_s(model, scored, work.longest, kind, item.spec.dtype)
             stages[item.name] = PASS_S + forward / world
     stages["the rest"] = REST_S
     timed = f"minutes are estimated from runs on an {TIMED}"

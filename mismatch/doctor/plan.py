@@ -31,10 +31,15 @@ from mismatch.doctor.fit import (
 )
 from mismatch.doctor.machine import Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload
-from mismatch.doctor.minutes import Time, estimate
+from mismatch.doctor.minutes import LONG_PASS_S, Time, estimate, float32_s
 from mismatch.errors import MismatchError, first_line
 from mismatch.experiments.fixes.spec_edits import on_engine, on_trainer, with_argument
-from mismatch.experiments.scoring_passes import float32_engine, training_passes, wants_square
+from mismatch.experiments.scoring_passes import (
+    float32_engine,
+    training_passes,
+    wants_square,
+    with_few,
+)
 from mismatch.keys import REFERENCE, TRAIN
 from mismatch.models.config import FoundConfig, find_config
 from mismatch.models.derived import cache, copied_bytes
@@ -69,6 +74,8 @@ class Memory:
         float32_split: the tensor parallel size at which the engine in float32 fits, if any does.
         float32_offload: GiB of its weights per GPU that vLLM keeps in the host's memory.
         float32_layers: where the whole of it does not fit: its first layers alone run; else 0.
+        float32_few: the first sample of each prompt alone is scored in float32 on both sides, as
+            all would take long.
     """
 
     sides: Sequence[Fit] = ()
@@ -76,6 +83,7 @@ class Memory:
     float32_split: int = 0
     float32_offload: int = 0
     float32_layers: int = 0
+    float32_few: bool = False
     cut: bool = False  # by --layers
 
     @property
@@ -194,7 +202,8 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
                     find_config(side.model, side.revision, side.layers), side.python
                 )
         passes = [item for item in passes if item.name not in out]
-        time = estimate(spec, shapes, load, machine, passes, exact)
+        passes = with_few(passes, memory.float32_few)
+        time = estimate(spec, shapes, load, machine, passes, exact, memory.float32_few)
     fitting = {each.name: getattr(memory, each.name) for each in fields(Memory)}
     return Plan(
         **fitting | {"notes": (*filter(None, [note]), *memory.notes)},
@@ -258,7 +267,7 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
         MismatchError: no config.json offline, or sequences beyond the model's context.
     """
     machine, engine = machine or inspect_machine(), spec.rollout.engine
-    work, size, offload, layers = work_of(spec)[0], 0, 0, 0
+    work, size, offload, layers, few = work_of(spec)[0], 0, 0, 0, False
     try:
         config = find_config(spec.train.model, spec.train.revision, spec.train.layers)
         shape = sized(config, spec.train.python)
@@ -313,6 +322,13 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
                 if offload:
                     where = "in the host's memory, which the GPU reads through its bus"
                     notes.insert(0, f"{side}: {offload * size} GiB of its weights are {where}")
+                started = _float32_engine(spec, size, offload)
+                if started is not None and not layers and not fit.certain:
+                    spent = float32_s(started, (shape, served), work, machine)
+                    few = work.sampling.samples_per_prompt > 1 and spent > LONG_PASS_S
+                if few:
+                    each = "in float32 the first sample of each prompt alone is scored"
+                    notes.insert(0, f"{each}: all take about {spent / 60:.0f} minutes")
                 copy = 0 if layers or fit.certain else copied_bytes(served_as, served)
                 if copy:
                     where = f"{cache()} while the engine runs in float32"
@@ -320,7 +336,7 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
     except UnknownSize as error:
         return Memory(notes=(f"{error.message}; fix: {error.fix}",))
     cut = engine.layers is not None
-    return Memory(sides, tuple(notes), size, offload, layers, cut)
+    return Memory(sides, tuple(notes), size, offload, layers, few, cut)
 
 
 def _float32_engine(

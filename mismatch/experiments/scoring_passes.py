@@ -27,6 +27,7 @@ from mismatch.keys import (
     REGROUPED,
     REPEATED,
     REPLAYED,
+    SAMPLES,
     TRAIN,
     TRAINER_FLOAT32,
     TRAINER_LONG,
@@ -281,6 +282,16 @@ def first_passes(spec: CheckSpec, layers: int) -> list[Pass]:
     rows: dict[str, Dtype] = {REFERENCE_FIRST: "fp32", Key.of(PLAIN, FIRST, dtype): dtype}
     made = {name: replace(plain_of(train, each), routing=False) for name, each in rows.items()}
     return [Pass(name, each, "", "any") for name, each in made.items() if layers]
+
+
+def with_few(passes: list[Pass], few: bool) -> list[Pass]:
+    """Return passes of which the trainer's own in float32 scores, with ``few``, first samples."""
+    return [
+        replace(each, folder=SAMPLES)
+        if few and each.name == TRAINER_FLOAT32 and each.spec.scorer == OWN_SCORER
+        else each
+        for each in passes
+    ]
 
 
 def in_float32(train: TrainSpec) -> TrainSpec:

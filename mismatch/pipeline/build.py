@@ -63,6 +63,7 @@ from mismatch.keys import (
     REGROUPED,
     REPEATED,
     REPLAYED,
+    SAMPLES,
     TRAIN,
     TRAINER_FLOAT32,
     WEIGHTS,
@@ -121,6 +122,7 @@ class Artefacts:
         train: the trainer's scoring that is judged.
         prefill: the engine's own rescoring, if any.
         first: scorings by the first layers alone, if the engine in float32 could hold no more.
+        few: scorings of the first sample of each prompt, if all would have taken long.
     """
 
     rollout: Rollout
@@ -129,6 +131,7 @@ class Artefacts:
     train: Scoring
     prefill: Scoring | None
     first: dict[str, Scoring] = field(default_factory=dict)
+    few: dict[str, Scoring] = field(default_factory=dict)
 
     @classmethod
     def load(cls, run_dir: Path, spec: CheckSpec) -> Artefacts:
@@ -148,7 +151,10 @@ class Artefacts:
         scorings = {name: scorings[name] for name in sorted(scorings)}
         sides = with_passes(decode, train, rest)
         first = {n: store.load_scoring(run_dir, n) for n in store.scoring_names(run_dir, True)}
-        return cls(rollout, scorings, *sides, scorings.get(Key.of(engine, "prefill")), first)
+        part = run_dir / SAMPLES
+        few = {name: store.load_scoring(part, name) for name in store.scoring_names(part)}
+        prefill = scorings.get(Key.of(engine, "prefill"))
+        return cls(rollout, scorings, *sides, prefill, first, few)
 
 
 def build_report(
@@ -252,7 +258,7 @@ def build_report(
     reach = 0 if long is None else long.tested
     missing = [*not_tested(spec, artefacts.rollout, artefacts.scorings, checks, reach)]
     missing += unseen + too_short
-    missing += without_room(run_dir, spec, artefacts.scorings)
+    missing += without_room(run_dir, spec, artefacts.scorings | artefacts.few)
     attempts.failed += _deleted(run_dir)
     judged = verdict(judgements, checks, column, open_question)
     lead = attempts.make("causes", lead_of, results.get("causes"), checks, otherwise=None)
@@ -357,8 +363,10 @@ def run_artefacts(
         if (error := read_error(run_dir, pass_label(pass_.name))) is not None:
             name = Key.of(spec.rollout.engine.engine, precision=FLOAT32)
             refused.setdefault(name, f"of the first layers: {error.message}")
-    first = by_finiteness(held.first)[0]
-    return RunArtefacts(held.rollout, held.decode, held.train, headline, usable, refused, first)
+    first, (few, off) = by_finiteness(held.first)[0], by_finiteness(held.few)
+    refused |= off
+    sides = held.rollout, held.decode, held.train
+    return RunArtefacts(*sides, headline, usable, refused, first, few)
 
 
 def square_of(run_dir: Path, spec: CheckSpec) -> Square | None:

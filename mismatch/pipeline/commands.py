@@ -16,7 +16,12 @@ from mismatch.codec import from_json
 from mismatch.engines.registry import weight_givers
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.results import with_fixes
-from mismatch.experiments.scoring_passes import first_passes, training_passes, wants_square
+from mismatch.experiments.scoring_passes import (
+    first_passes,
+    training_passes,
+    wants_square,
+    with_few,
+)
 from mismatch.keys import TRAIN
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.pipeline.build import build_report
@@ -67,7 +72,7 @@ def run_check(
         stages = Stages(spec, run_dir, narrator, journal, wants_square(spec), room)
         stages.count.total = 1 + bool(spec.explain)  # comparisons
         passes = [pass_ for pass_ in training_passes(spec) if pass_.name not in room.left_out]
-        passes += first_passes(spec, room.float32_layers)
+        passes = with_few(passes, room.float32_few) + first_passes(spec, room.float32_layers)
         if spec.fixes:
             from mismatch.pipeline.fix_trials import measure_with_fixes
 

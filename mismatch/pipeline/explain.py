@@ -32,7 +32,12 @@ from mismatch.experiments.fixes.results import STATE as FIXES
 from mismatch.experiments.fixes.results import cost_of, state_of, variant_of
 from mismatch.experiments.probes import CACHE, CACHE_FILE, FRESH, RESCORING, fresh, judged_cache
 from mismatch.experiments.results import Experiment, Explanation
-from mismatch.experiments.scoring_passes import first_passes, training_passes, wants_square
+from mismatch.experiments.scoring_passes import (
+    first_passes,
+    training_passes,
+    wants_square,
+    with_few,
+)
 from mismatch.pipeline.build import Artefacts
 from mismatch.pipeline.fix_trials import FixRun
 from mismatch.processes.stages import Stages, lacking, score_in_float32
@@ -67,7 +72,8 @@ def explain(stages: Stages, broken: bool) -> None:
     if not wants_square(spec):
         stages.narrator.note("explain: the passes that tell a fault from rounding, left out so far")
         whole = replace(spec, noise_floor=True, quick=False, context_length=0)
-        passes = training_passes(whole) + first_passes(whole, stages.room.float32_layers)
+        passes = with_few(training_passes(whole), stages.room.float32_few)
+        passes += first_passes(whole, stages.room.float32_layers)
         left_out = stages.room.left_out
         run.measure([each for each in passes if each.name not in left_out], sample=False)
         score_in_float32(stages)

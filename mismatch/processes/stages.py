@@ -23,7 +23,7 @@ import psutil
 from mismatch.errors import MismatchError
 from mismatch.experiments import beyond
 from mismatch.experiments.scoring_passes import by_load, float32_engine
-from mismatch.keys import FIRST, FLOAT32, Key
+from mismatch.keys import FIRST, FLOAT32, SAMPLES, Key
 from mismatch.models.config import unpacks_mxfp4
 from mismatch.models.derived import cache
 from mismatch.processes.adapter import askable, keep_scores, missing_corner, prepared
@@ -53,6 +53,7 @@ from mismatch.processes.tasks import (
 from mismatch.run import manifest, resume, store
 from mismatch.run.directory import Journal
 from mismatch.run.long_rollout import FOLDER as LONG
+from mismatch.run.long_rollout import leave_first_samples
 from mismatch.run.machine import Placement, free_gpu_bytes, gib, local_gpus, placement, visible_as
 from mismatch.run.messages import SAMPLED, error_path, pass_label, write_error
 from mismatch.specs import (
@@ -112,6 +113,7 @@ class Room(NamedTuple):
         float32_offload: GiB of each GPU's weights that it keeps in the host's memory.
         float32_layers: its first layers alone run, as the whole does not fit; 0: the whole.
         float32_left_out: why it does not run in float32; "": it does.
+        float32_few: both sides score the first sample of each prompt alone in float32.
     """
 
     left_out: Mapping[str, str] = MappingProxyType({})
@@ -119,6 +121,7 @@ class Room(NamedTuple):
     float32_offload: int = 0
     float32_layers: int = 0
     float32_left_out: str = ""
+    float32_few: bool = False
 
 
 ALL = Room()
@@ -189,6 +192,7 @@ class Stages:
                 self._run_engine(todo, overlap, *beside)
             elif sample:
                 self.narrator.note("rollout: there already")
+            self._leave_first_samples()
             if overlap and todo.world and not todo.samples:
                 let_score(todo.world)
             if todo.long and (why := beyond.prepare(self.run_dir, self.spec)):
@@ -240,9 +244,14 @@ class Stages:
             until = SAMPLED if overlap else ""
             self.wait(engine, "rollout", f"rollout: {name} samples", *beside, until=until)
             if overlap and todo.world:
+                self._leave_first_samples()
                 let_score(todo.world)
                 title = f"rollout: {name} rescores, the trainer scores meanwhile"
                 self.wait(engine, "rescore", title, *beside)
+
+    def _leave_first_samples(self) -> None:
+        if self.room.float32_few:
+            leave_first_samples(self.run_dir)
 
     def _await_scores(self, train: Worker, world: TrainerSession, allowed_s: float | None) -> None:
         names = [pass_.name for pass_ in world.passes]
@@ -481,7 +490,8 @@ def score_in_float32(stages: Stages, *beside: Worker) -> None:
         if spec is None:
             return
         kind = FIRST if room.float32_layers else ""
-        tasks = [Score(Key.of(spec.engine.engine, kind, FLOAT32))]
+        own = SAMPLES if room.float32_few and not kind else ""
+        tasks = [Score(Key.of(spec.engine.engine, kind, FLOAT32), own)]
         if not kind and (run_dir / LONG / store.ROLLOUT).exists():
             tasks.append(Score(Key(spec.engine.engine).over_long(FLOAT32), LONG))
         if not (tasks := lacking(run_dir, spec, tasks)):

@@ -54,19 +54,17 @@ def _head(shown: Page, console: Console) -> None:
     title = Text(line(shown.title), "bold")
     title.append(f"  {line(shown.facts[0])}")
     console.print(title, highlight=False)
-    for fact in shown.facts[1:]:
-        paragraph(console, line(fact), indent=0, style="dim")
+    if rest := " · ".join(map(line, shown.facts[1:])):
+        paragraph(console, rest, indent=0, style="dim")
     if shown.table is not None and shown.table.rows:
         print_table(shown.table, console)
     if shown.lead:
         paragraph(console, line(shown.lead), indent=0, style="bold")
     for answer in shown.answers:
         paragraph(console, f"{answer.question}: {line(answer.text).rstrip('.')}")
-        shown_of: set[str] = set()
-        for block in answer.settings:  # of each framework the first, which is the best
-            for text in block.lines if block.title not in shown_of else ():
+        for block in answer.settings:
+            for text in block.lines:
                 say(console, f"    {line(block.title)}: {visible(text)}")
-            shown_of.add(block.title)
         if answer.flags:
             say(console, f"    {line(answer.flags)}")
 

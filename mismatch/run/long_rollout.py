@@ -1,4 +1,4 @@
-"""The long sequence of a run: a run directory within that of a check, and names of its scorings."""
+"""Tokens that are scored apart: one long sequence, or first samples, each in a folder of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mismatch.keys import LONG
+from mismatch.keys import LONG, SAMPLES
 from mismatch.run import store
 from mismatch.types import Rollout
 
@@ -31,6 +31,18 @@ def leave(run_dir: Path, length: int) -> None:
     if length > int(np.diff(rollout.offsets).max()):
         folder.mkdir(exist_ok=True)
         store.save_rollout(folder, long_rollout(rollout, length))
+
+
+def leave_first_samples(run_dir: Path) -> None:
+    """Write the first sample of each prompt; delete those of an earlier sampling."""
+    folder, rollout = run_dir / SAMPLES, store.load_rollout(run_dir)
+    part = rollout.only(rollout.first_samples)
+    if (folder / store.ROLLOUT).exists():
+        if np.array_equal(store.load_rollout(folder).token_ids, part.token_ids):
+            return
+        shutil.rmtree(folder)
+    folder.mkdir(exist_ok=True)
+    store.save_rollout(folder, part)
 
 
 def long_rollout(rollout: Rollout, length: int) -> Rollout:

@@ -118,6 +118,7 @@ def farthest(pairs: list[CachePair]) -> float:
     return float(max(np.abs(np.subtract(pair.warm, pair.cold)).max() for pair in pairs))
 
 
+@pytest.mark.grid
 def test_a_warm_cache_gives_what_a_cold_one_gives(case: tuple[Path, Case]) -> None:
     pairs = read(case[0])["healthy"]
     assert len(pairs) == 2 * PROMPTS

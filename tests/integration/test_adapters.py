@@ -62,6 +62,7 @@ def agree(run: Run) -> None:
     assert run.checks.get("implementation-gap", "passed") == "passed"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("way", ["own", pytest.param("merged", marks=pytest.mark.grid)])
 def test_a_dense_model_agrees_with_its_trainer_either_way(tmp_path: Path, way: str) -> None:
     """An engine that does not merge rounds its adapter's part and the sum: so does its yardstick.

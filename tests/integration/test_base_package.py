@@ -43,6 +43,7 @@ def entries(run: Path) -> dict[str, Any]:
     return {name: entry for name, entry in artefacts.items() if name.startswith("scores/")}
 
 
+@pytest.mark.grid
 def test_a_run_goes_on_in_the_users_environment_until_that_changes(
     base: Command, tmp_path: Path
 ) -> None:

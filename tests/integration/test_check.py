@@ -355,6 +355,7 @@ def test_thresholds_and_fail_on_decide_the_exit_code(default_run, tmp_path):
     assert "tolerable" in refused.stderr + refused.stdout
 
 
+@pytest.mark.grid
 def test_prompts_from_a_file_in_all_three_forms(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     lines = [

@@ -97,6 +97,7 @@ def in_two_files(tmp_path_factory: pytest.TempPathFactory, in_one_file: Path) ->
     return place
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("dtype", "env"),
     [
@@ -132,6 +133,7 @@ def test_the_first_layers_are_cached_packed_and_the_users_overrides_are_kept(
     assert [path.name for path in (tmp_path / "cut/cache/weights").glob("*-layers")] == [cut.name]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("env", [{}, pytest.param(SPAWNED, marks=pytest.mark.grid)])
 def test_missing_exponents_are_named(
     tmp_path: Path, in_one_file: Path, env: dict[str, str]

@@ -1,10 +1,11 @@
-"""The engine does not fit in float32: its first layers are judged alone, from the command line."""
+"""Float32 of less than the run, from the command line: of first layers, and of first samples."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +79,66 @@ def test_nothing_else_is_compared_with_them(cut_run: Run) -> None:
     assert "first-layers" not in json.dumps(
         [(p["rollout"], p["train"]) for p in pairs if "rollout" in p]
     )
+
+
+# The command on a machine on which all samples in float32 would take long.
+SLOW = """
+import dataclasses
+from mismatch.cli import session
+import mismatch.doctor.plan as planner
+
+session.memory_of = lambda spec: dataclasses.replace(planner.memory_of(spec), float32_few=True)
+from mismatch.__main__ import main
+main()
+"""
+
+
+def check_slowly(directory: Path, *flags: str) -> Run:
+    command = check_command(directory, "--engine", "transformers", *FLAGS, *flags)[3:]
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW, *command], capture_output=True, text=True, timeout=300
+    )
+    return Run(directory, done.returncode, done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="module")
+def few_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    place = tmp_path_factory.mktemp("few")
+    model = make("qwen3", place / "model", num_hidden_layers=2, head_dim=32)
+    return check_slowly(place / "run", "--model", str(model))
+
+
+def test_both_sides_score_first_samples_in_float32(few_run: Run) -> None:
+    few_run.require_judged()
+    gaps = {gap["left"]: gap["size"] for gap in few_run.report["square"]["gaps"]}
+    assert gaps.keys() == {"transformers:fp32", "fsdp:fp32"}
+    prompts, sequences = 8, 16
+    counts = {(each["n_prompts"], each["n_sequences"]) for each in gaps.values()}
+    assert counts == {(prompts, sequences // 2)}
+    assert {few_run.checks[f"implementation-gap{side}"] for side in ("", "-trainer")} == {"passed"}
+    unseen = [each["what"] for each in few_run.report["not_tested"]]
+    assert sum("other samples" in what for what in unseen) == 2
+    assert not {"transformers:fp32", "fsdp:fp32"}.intersection(unseen)
+
+
+def test_a_run_of_first_samples_goes_on_without_starting_anything(few_run: Run) -> None:
+    before = (few_run.directory / "report.json").read_bytes()
+    command = ["check", "--resume", str(few_run.directory)]
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW, *command], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == few_run.code, done.stdout + done.stderr
+    assert "fsdp:fp32" not in done.stdout + done.stderr
+    square = [
+        json.loads(each)["square"]
+        for each in (before, (few_run.directory / "report.json").read_bytes())
+    ]
+    assert square[0]["gaps"] == square[1]["gaps"]
+
+
+def test_another_function_is_found_on_first_samples(tmp_path: Path) -> None:
+    run = check_slowly(tmp_path / "run", "--model", "tiny-gpt-oss", "--attention", "no-sinks")
+    run.require_judged()
+    assert run.code == 1
+    assert run.checks["implementation-gap-trainer"] == "failed", run.output
+    assert run.report["verdict"]["status"] == "broken"

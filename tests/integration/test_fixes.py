@@ -258,6 +258,7 @@ def test_a_fix_that_cannot_run_leaves_the_others_alone(tiny_run: Path, tmp_path:
         assert trials[name]["outcome"] == "none"  # four prompts cannot tell anything
 
 
+@pytest.mark.grid
 def test_an_experiment_confirms_the_missing_sinks(without_sinks: Run, tmp_path: Path) -> None:
     """The pass with sinks is there: --explain makes only what is missing beside it."""
     run = resumed(without_sinks.directory, tmp_path / "explained", "--explain")

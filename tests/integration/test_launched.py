@@ -217,6 +217,7 @@ def test_a_trainers_own_code_and_our_passes_run_on_two_machines(
     assert "for fp32" in (run / "errors" / "pass-fsdp-fp32.json").read_text()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("fails", ["", "own"])
 def test_a_trainers_own_code_runs_under_srun(
     folder: Path, fails: str, monkeypatch: pytest.MonkeyPatch

@@ -91,6 +91,7 @@ def test_swapped_experts_are_named_with_their_layer_in_two_ranks(
     }
 
 
+@pytest.mark.grid
 def test_an_engine_that_shows_nothing_leaves_the_trainer(tiny_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)

@@ -87,6 +87,7 @@ def test_a_function_gets_a_verdict_without_its_float32(checked: Path) -> None:
     assert "fp32" not in log  # no rank was asked for it
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.grid)])
 def test_score_and_compare_with_a_function(unscored: Path, ranks: int) -> None:
     flags = ("--scorer", "my_trainer:score", "--nproc-per-node", str(ranks))
@@ -97,6 +98,7 @@ def test_score_and_compare_with_a_function(unscored: Path, ranks: int) -> None:
     assert 0 < error_of("fsdp", unscored) < 0.05
 
 
+@pytest.mark.grid
 def test_score_and_compare_with_a_class_which_scores_in_float32_too(unscored: Path) -> None:
     run(unscored, "score", "run", "--scorer", "my_trainer:Trainer", "--nproc-per-node", "2")
     report = run(unscored, "compare", "run")

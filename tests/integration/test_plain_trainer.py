@@ -137,6 +137,7 @@ def test_a_bug_is_named_in_a_dump(dumps: Path, tmp_path: Path, bug: Bug) -> None
         assert not any(step.startswith(f"Fix {first['id']}") for step in report["next"])
 
 
+@pytest.mark.grid
 def test_a_right_trainer_has_no_cause_in_a_dump(dumps: Path, tmp_path: Path) -> None:
     report = judged(dumps / "none.jsonl", tmp_path / "run", "--temperature", TEMPERATURE)
     assert report["causes"]["ranked"] == []
@@ -221,7 +222,7 @@ def test_a_bug_is_named_in_a_class(scored: Scored, tmp_path: Path, bug: Bug) -> 
     assert_named(by_trainer(scored(), tmp_path / "run", "class", bug), bug)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("bug", grid(NAMED, "no temperature"))
 def test_a_bug_is_named_in_a_function(scored: Scored, tmp_path: Path, bug: Bug) -> None:
     assert_named(by_trainer(scored(), tmp_path / "run", "function", bug), bug)

@@ -177,6 +177,7 @@ def test_a_check_with_a_server_is_healthy_and_keeps_no_secret(
     assert KEY not in done.output
 
 
+@pytest.mark.grid
 def test_the_base_package_samples_from_the_environment_that_it_is_given(
     server: Served, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def statuses(report: SyncReport) -> dict[str, str]:
     return {p.name: p.status for p in report.faults}
 
 
+@pytest.mark.grid
 def test_every_parameter_arrives_where_it_is_written_into_the_kernels(of_engine: Path) -> None:
     report = report_of(of_engine / "clean.json")
     assert judge(report).status == "healthy"

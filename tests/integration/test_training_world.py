@@ -126,6 +126,7 @@ def _plain(model: str, dtype: torch.dtype = torch.float32) -> np.ndarray:
 NAMES = [each.name for each in _passes(dict.fromkeys(("gpt_oss", "qwen3_moe", "tied", "big"), ""))]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", NAMES)
 def test_worlds_of_one_and_two_agree_bitwise(ran: Ran, name: str) -> None:
     single, two = ran.scoring(name, 1), ran.scoring(name, 2)

@@ -60,6 +60,7 @@ def gemma3() -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("make", [qwen3_vl, pytest.param(gemma3, marks=pytest.mark.grid)])
 def test_the_language_model_of_one_that_reads_images_is_checked(make: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)

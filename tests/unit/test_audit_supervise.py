@@ -35,7 +35,7 @@ def audited(run_dir, *names, limit_s=60.0, model="made-up", **more):
     return {audit.name: audit for audit in report.audits}, report, lines
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_each_ends_in_its_own_way_and_the_others_go_on(tmp_path):
     names = ("good", "SIGSEGV", "raises", "SIGKILL", "exits", "leaves", "last")
     audits, report, lines = audited(tmp_path, *names)
@@ -57,7 +57,7 @@ def test_each_ends_in_its_own_way_and_the_others_go_on(tmp_path):
     assert "doing good" not in done  # done once, by an earlier process
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_one_that_hangs_is_ended_and_is_not_waited_for_twice(tmp_path):
     start = time.monotonic()
     audits, _, _ = audited(tmp_path, "hangs", "good", limit_s=3.0)
@@ -67,7 +67,7 @@ def test_one_that_hangs_is_ended_and_is_not_waited_for_twice(tmp_path):
     assert time.monotonic() - start < 40
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_what_fails_before_any_kernel_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(MismatchError, match="no such model") as caught:
         audited(tmp_path / "a", "good", names=("unplanned",))

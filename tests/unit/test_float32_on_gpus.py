@@ -16,6 +16,7 @@ from mismatch.cli import session
 from mismatch.doctor.fit import WIDER, engine_fit, first_layers_fit
 from mismatch.doctor.machine import Gpu, Machine, inspect_machine, machine_with, parse_kind
 from mismatch.doctor.memory import Workload, predict_engine
+from mismatch.doctor.minutes import LONG_PASS_S
 from mismatch.doctor.plan import memory_of, plan
 from mismatch.engines.registry import check_machine, checkpoint_names
 from mismatch.errors import MismatchError
@@ -454,6 +455,28 @@ def test_without_room_in_the_hosts_memory_the_first_layers_are_checked(
     first = console.export_text().splitlines()[0]
     assert "HEALTHY" in first
     assert numbers(first)[-1] == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "samples", "few"),
+    [
+        ("gpt-oss-20b", "1xH100-80GB", 4, True),  # its experts cross the bus
+        ("gpt-oss-20b", "1xH100-80GB", 1, False),
+        ("gpt-oss-20b", "1xH200-141GB", 4, False),
+        ("qwen3-8b", "1xH100-80GB", 4, False),
+    ],
+)
+def test_where_all_samples_would_take_long_in_float32_one_of_each_prompt_does(
+    model: str, machine: str, samples: int, few: bool
+) -> None:
+    spec = check(resolve_model(model))
+    sampling = replace(spec.rollout.sampling, samples_per_prompt=samples)
+    spec = replace(spec, rollout=replace(spec.rollout, sampling=sampling))
+    planned = plan(spec, gpus(machine))
+    assert planned.float32_few is few
+    seconds = planned.time.stages["vllm in float32: rescores"]
+    assert (seconds < LONG_PASS_S) or samples == 1
+    assert any("first sample" in note for note in planned.notes) is few
 
 
 def float32_form(spec: CheckSpec) -> Any:

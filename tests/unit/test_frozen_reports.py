@@ -54,7 +54,7 @@ def unpacked(name: str, into: Path) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", grid((n for n in frozen.RUNS if n != "recorded"), "no-sinks"))
+@pytest.mark.parametrize("name", grid((n for n in frozen.RUNS if n != "recorded"), "clean"))
 def test_resuming_a_complete_run_starts_nothing(name: str, tmp_path: Path) -> None:
     run, command = unpacked(name, tmp_path)
     was = json.loads((run / "report.json").read_text())

@@ -318,6 +318,51 @@ def test_attributes_come_from_rows_and_from_names_of_files(tmp_path: Path) -> No
     assert second.attributes == {"step": "3", "rank": "1", "environment": "math"}
 
 
+NUMBERS_ALONE: dict[str, dict[str, Any]] = {
+    "two columns": {},
+    "ratios": {"importance_ratio": [1.0, 0.5, 2.0]},
+    "turns": {"turn_ids": [0, 1, 1]},
+    "mask": {"action_mask": [1, 0, 1]},
+    "prompt": {"prompt_id": "a"},
+    "entropy": {"entropy": [0.5, 0.25, 1.5]},
+}
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize("more", NUMBERS_ALONE)
+def test_numbers_without_ids_are_one_dump_as_lines_and_as_parquet(
+    more: str, kind: str, tmp_path: Path
+) -> None:
+    """Parquet gives arrays of their own types where JSON gives lists."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"logprobs": [-0.5, -1.25, -2.0], "train_logprobs": [-0.75, -1.5, -2.25]},
+        {"logprobs": [-1.5, -1.0, -0.25], "train_logprobs": [-1.5, -1.0, -0.5]},
+    ]
+    rows = [row | NUMBERS_ALONE[more] for row in rows]
+    columns = pa.Table.from_pylist(rows)
+    for number, each in enumerate(columns.schema):
+        if each.type == pa.list_(pa.float64()):
+            cast = columns.column(number).cast(pa.list_(getattr(pa, kind)()))
+            columns = columns.set_column(number, each.name, cast)
+    pq.write_table(columns, tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    one, other = (read_recorded(tmp_path / f"a.{end}") for end in ("parquet", "jsonl"))
+    assert len(one.sequences) == len(rows)
+    for left, right in zip(one.sequences, other.sequences, strict=True):
+        for name in (
+            "token_ids",
+            "sampled",
+            "logprobs",
+            "train_logprobs",
+            "entropy",
+            "ratios",
+            "turns",
+        ):
+            np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
+        assert left.prompt == right.prompt
+
+
 def test_a_parquet_file_is_read_like_its_lines(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -231,7 +231,7 @@ def test_the_backward_pass_makes_no_square(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes[-1] < 1024**2 / 8
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_third_of_eagers_memory_at_4096_tokens() -> None:
     # benchmarks/attention.py measures it properly, and the time.
     from transformers.masking_utils import eager_mask

@@ -247,6 +247,47 @@ def test_different_first_layers_and_a_missing_plain_forward_show_nothing() -> No
     assert [gap.left for gap in square(both).gaps] == ["vllm:fp32", "fsdp:fp32"]
 
 
+def of_first_samples(run: RunArtefacts, off: float = 0.0, at: int | None = None) -> RunArtefacts:
+    """The run whose sides in float32 scored first samples alone; the trainer is ``off`` nats."""
+    part = run.rollout.only(run.rollout.first_samples)
+    sequence = run.rollout.sequence_of_token[run.rollout.actions]
+    kept = np.isin(sequence, run.rollout.first_samples)
+    few = {}
+    for name in ("vllm:fp32", "fsdp:fp32"):
+        own = run.usable[name]
+        logprobs = own.logprobs[kept] + (off if name == "fsdp:fp32" and at is None else 0.0)
+        if name == "fsdp:fp32" and at is not None:
+            logprobs[at] += off
+        few[name] = replace(own, token_ids=part.token_ids[part.actions], logprobs=logprobs)
+    usable = {name: each for name, each in run.usable.items() if name not in few}
+    return replace(run, usable=usable, few=few)
+
+
+def test_first_samples_show_what_all_samples_show() -> None:
+    whole, few = square(run_of()), square(of_first_samples(run_of()))
+    assert {gap.left for gap in few.gaps} == {gap.left for gap in whole.gaps}
+    assert few.unmeasured == ()
+    assert set(standings(few).values()) == {"within"}
+    assert all(gap.size.n_tokens < whole.gaps[0].size.n_tokens for gap in few.gaps)
+    assert len(few.not_judged) == len(whole.not_judged) + 2
+    failed = square(of_first_samples(run_of(), off=0.01))
+    assert standings(failed)["gap-trainer"] == "beyond"
+
+
+def test_a_far_token_of_first_samples_is_named_by_its_place_in_the_run() -> None:
+    run = run_of(facts={name: {"moe": False} for name in ("reference:fp32", "fsdp:fp32")})
+    part = run.rollout.only(run.rollout.first_samples)
+    place = part.n_actions - 1
+    finding = next(
+        each
+        for each in square(of_first_samples(run, off=1.0, at=place)).findings
+        if each.far is not None
+    )
+    token = finding.far.worst[0]
+    assert token.sequence == run.rollout.first_samples[-1]
+    assert run.rollout.sequences()[token.sequence][token.position] == token.token
+
+
 @pytest.mark.parametrize("status", ["passed", "failed"])
 def test_weights_that_differ_and_sides_that_agree_are_never_both_said(status: Any) -> None:
     measured, report = square(run_of()), make_report()

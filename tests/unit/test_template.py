@@ -122,7 +122,7 @@ def test_no_template_and_one_that_refuses_all_are_errors(template: str | None) -
 # ---------------------------------------------------------------- the command
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_command_judges_several_models_by_the_worst(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path / "other")
     (tmp_path / "other" / "chat_template.jinja").write_text(FAULTS["white-space-kept"])

@@ -62,7 +62,7 @@ def test_of_equal_logits_the_lower_expert_wins() -> None:
 
 
 @needs_vllm
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_shipped_kernel_writes_the_experts_it_routes_to() -> None:
     in_vllm("""
     assert not kernel().supports_routing_replay_capture()  # what vLLM 0.32 and 0.33 refuse

@@ -132,7 +132,7 @@ def said(result: Exactness) -> str:
         return f"not proven: {why or 'no pair of engine and trainer'}"
     worst = next(pair for pair in pairs if pair.unequal)
     where = "" if worst is pairs[0] else f" ({worst.what})"
-    return f"no: {worst.unequal:,} of {worst.n:,} tokens unequal{where}; equal {ends}"
+    return f"no: {worst.unequal:,} of {worst.n:,} tokens unequal{where}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -449,18 +449,19 @@ def _without_ids(entry: Entry) -> Entry:
     name = "rollout_logprobs" if "rollout_logprobs" in entry else "logprobs"
     count, prompt = len(_list(entry, name)), entry.get("prompt_id")
     told = _numbers(entry, name).tobytes() if prompt is None else str(prompt).encode()
-    whole: list[Any] = [1] * count
-    mask = _list(entry, "action_mask") if "action_mask" in entry else whole
-    ids = [zlib.crc32(told) % LARGEST_ID, *[0] * count]
+    mask = _list(entry, "action_mask") if "action_mask" in entry else np.ones(count, np.bool_)
+    ids = np.zeros(count + 1, np.int64)
+    ids[0] = zlib.crc32(told) % LARGEST_ID
     columns = (name, "train_logprobs", "entropy", "importance_ratio", "log_importance_ratio")
     held = [each for each in columns if isinstance(entry.get(each), list | np.ndarray)]
     for each in held:
         if len(entry[each]) != count:
             raise ValueError(f"{each} has {len(entry[each])} entries for {count} of {name}")
-    longer: Entry = {each: [0.0, *entry[each]] for each in held}
-    if turns := entry.get("turn_ids"):
-        longer["turn_ids"] = [turns[0], *turns]
-    return entry | longer | {"token_ids": ids, "action_mask": [0, *mask]}
+    longer: Entry = {each: np.append(0.0, _numbers(entry, each)) for each in held}
+    if entry.get("turn_ids") is not None:
+        turns = _ids(entry, "turn_ids")
+        longer["turn_ids"] = np.append(turns[:1], turns)
+    return entry | longer | {"token_ids": ids, "action_mask": np.append(False, mask)}
 
 
 def nemo_rl(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:

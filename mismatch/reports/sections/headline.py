@@ -183,14 +183,16 @@ def effect(best: FixOutcome, report: Report) -> str:
 
 
 def _settings(best: FixOutcome) -> Iterator[Block]:
-    """Yield the known settings of each framework, and whether they were measured."""
+    """Yield the first known setting of each framework, and whether it was measured.
+
+    The section of fixes has the others.
+    """
     from mismatch.reports.sections import fixes
 
     known = fixes.with_proofs(best)
     for name in CORRECTING:
-        for recipe, proof in known:
-            if recipe.framework == name and recipe.lines:
-                yield Block(name, recipe.lines, proof)
+        own = [each for each in known if each[0].framework == name and each[0].lines]
+        yield from (Block(name, recipe.lines, proof) for recipe, proof in own[:1])
 
 
 def _cause(report: Report) -> str:
@@ -213,7 +215,9 @@ def _cause(report: Report) -> str:
     parts = [f"{capital(how)}; {share}."]
     place = place_of(causes.ranked)
     parts += [f"{capital(MODULE)}: {place}."] if place else []
-    parts += [f"From it follow the checks {'; '.join(_wrong(explained))}."] if explained else []
+    # The verdict's reason names those that failed because of it.
+    rest = [check for check in explained if check.status != "failed"]
+    parts += [f"From it follow the checks {'; '.join(_wrong(rest))}."] if rest else []
     parts += [f"{'Other checks' if explained else 'Checks'} {'; '.join(_wrong(other))}."] * bool(
         other
     )
