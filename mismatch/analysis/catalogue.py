@@ -17,6 +17,7 @@ class Entry:
         confirm: the experiment that separates it from those that look alike.
         mend: the fix, as one action.
         seen: issues with this root cause, as owner/repo#number.
+        choice: what a user chose by it, where it is a price and no fault; else "".
         picture: why the gallery has none; "" where it has one.
         frameworks: name of a framework -> what sets it or shows it there, as read at its source.
     """
@@ -28,6 +29,7 @@ class Entry:
     confirm: str
     mend: str
     seen: tuple[str, ...] = ()
+    choice: str = ""
     picture: str = ""
     frameworks: Mapping[str, str] = field(default_factory=dict, hash=False)
 

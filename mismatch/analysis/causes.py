@@ -172,12 +172,10 @@ def cause_checks(causes: Causes | None, explained: bool = False) -> list[Check]:
     if not named:
         return []
     first = named[0]
-    share = "" if first.effect is None else f", {first.effect.value:.0%} of mean |delta|"
     more = f" (and {len(named) - 1} more)" if len(named) > 1 else ""
-    detail = f"{first.id} is {first.status}, side {first.side}{share}{more}"
+    detail = f"{first.id} is {first.status}, side {first.side}{more}"
     known = explained or first.made_here or first.status == "confirmed"
-    more = "" if known else "; --explain confirms or rules out"
-    return [Check("causes", "warning", detail, f"see Causes{more}")]
+    return [Check("causes", "warning", detail, "" if known else "--explain confirms or rules out")]
 
 
 def with_causes(report: Report, causes: Causes, explained: bool) -> Report:
@@ -187,7 +185,7 @@ def with_causes(report: Report, causes: Causes, explained: bool) -> Report:
     before = next((check for check in report.checks if check.id == "causes"), None)
     if before is None:  # no cause is named
         return report
-    gone = replace(before, detail=f"{before.detail}; ruled out by experiment", fix="see Causes")
+    gone = replace(before, detail=f"{before.detail}; ruled out by experiment", fix="")
     now = next(iter(cause_checks(causes, explained)), gone)
     checks = tuple(now if check is before else check for check in report.checks)
     old, said = unled(report.verdict, old_lead, report.checks), (before.detail, now.detail)

@@ -346,14 +346,21 @@ def _reason(status: Status, deciding: list[Judgement], total: int) -> str:
         more = f"; so {'is' if len(deciding) == 2 else 'are'} {names}" if names else ""
         return f"{text} is beyond its unfit bound {first.unfit:g}{more}"
     if status == "inconclusive" or first.inconclusive:
-        text += _spans(first)
+        text += _spans(first, deciding)
     else:
         text += f" is beyond its healthy bound {first.healthy:g}"
     return text + (f"; not healthy either: {names}" if names else "")
 
 
-def _spans(item: Judgement) -> str:
-    """Say what the interval of a metric allows, and how many prompts would settle it."""
+def prompts_to_decide(deciding: Sequence[Judgement]) -> int | None:
+    """Return how many prompts would settle every metric that is open; None: no number would."""
+    wanted = [item.deciding_prompts for item in deciding if item.inconclusive]
+    known = [each for each in wanted if each]
+    return max(known) if known and len(known) == len(wanted) else None
+
+
+def _spans(item: Judgement, deciding: Sequence[Judgement]) -> str:
+    """Say what the interval of a metric allows, and how many prompts would settle the verdict."""
     sign = -1.0 if item.healthy > item.unfit else 1.0
     undecided = item.status == "inconclusive"  # else no value that the interval allows is unfit
     name, bound = ("unfit", item.unfit) if undecided else ("healthy", item.healthy)
@@ -361,8 +368,8 @@ def _spans(item: Judgement) -> str:
         text = f" is within its {name} bound {bound:g}, but its interval reaches beyond it"
     else:
         text = f" is beyond its {name} bound {bound:g}, but its interval reaches back over it"
-    if item.deciding_prompts is not None:
-        text += f" (about {item.deciding_prompts:,} prompts would settle it)"
+    if (wanted := prompts_to_decide(deciding)) is not None:
+        text += f" (about {wanted:,} prompts would settle it)"
     return text
 
 

@@ -324,16 +324,14 @@ class LongSequence:
 def sentence(result: LongSequence, gap: LongGap) -> str:
     """Say from which position on a side is off, or that it is nowhere."""
     name, off = Key(gap.scoring).side, f"{gap.off:.2g}"
+    where = "at every position" if (gap.begins or 0) <= 1 else f"from position {gap.begins:,} on"
     if gap.rounded and gap.status == "passed":
         return (
             f"up to position {result.tokens:,} {name} as it runs rounds like a plain forward: "
             f"{off} times as far from the float32 reference"
         )
     if gap.rounded:
-        return (
-            f"from position {gap.begins:,} on {name} as it runs is {off} times as far from the "
-            "float32 reference as a plain forward"
-        )
+        return f"{where} the error of {name} is {off} times that of a plain forward"
     median = float(np.max([block.nats for block in gap.blocks[1:]]))
     if gap.begins is None:
         return (
@@ -344,10 +342,7 @@ def sentence(result: LongSequence, gap: LongGap) -> str:
     if median <= gap.passed:
         rare = max(block.rare for block in gap.blocks)
         what = f"one token in 200 of a block is {rare:.2g} nats off, or more"
-    return (
-        f"from position {gap.begins:,} on {name} in float32 computes another function than the "
-        f"float32 reference: {what}"
-    )
+    return f"{where} {name} in float32 computes another function than the float32 reference: {what}"
 
 
 SAID = {

@@ -18,7 +18,7 @@ from mismatch.analysis.results import (
     rounds_alike,
     shared,
 )
-from mismatch.analysis.square import LATER_LAYERS
+from mismatch.analysis.square import FP8_KV, LATER_LAYERS
 from mismatch.keys import FIRST, Key
 from mismatch.types import Check, CheckStatus
 
@@ -101,7 +101,7 @@ def square_checks(
     checks = [
         Check(id, STATUS[finding.standing], said, _fix(square, finding, places, own_trainer))
         for id, finding in worst.items()
-        for said in [detail(finding) + "".join(part * (Key(finding.scoring).kind == FIRST))]
+        for said in [detail(finding, square) + "".join(part * (Key(finding.scoring).kind == FIRST))]
     ]
     # Of a side's passes and kinds of displacement the worst, and of equals the least by chance.
     farthest: dict[str, Displaced] = {}
@@ -156,7 +156,7 @@ def _fix(
     return FIXES[kind, side] if own_trainer else (FIXES | OTHERS)[kind, side]
 
 
-def detail(finding: Finding) -> str:
+def detail(finding: Finding, square: Square) -> str:
     """Return the number, its interval and its level."""
     value = finding.value
     shown = f"{value.value:.3g}"
@@ -164,6 +164,8 @@ def detail(finding: Finding) -> str:
         shown += f" [{value.low:.3g}, {value.high:.3g}]"
     level = f"level {finding.level:g}"
     if finding.evidence == "excess":
-        return f"the error of {finding.scoring} is {shown} times what precision costs ({level})"
+        plain = next((leg.plain for leg in square.legs if leg.scoring == finding.scoring), "")
+        cost = "bf16 with an fp8 KV cache" if FP8_KV in plain else "precision"
+        return f"the error of {finding.scoring} is {shown} times what {cost} costs ({level})"
     far = f"; {finding.far}" if finding.far else ""
     return f"{finding.scoring} is {shown} nats from the float32 reference ({level}){far}"

@@ -83,7 +83,7 @@ POINTS = (
     Point(
         "vocabulary and its padding",
         ("whole-distributions",),
-        (GAPS, ("whole-distributions",)),
+        (GAPS, ("whole-distributions",), ("exact-kl",)),
         f"{IN_FLOAT32}, or whole distributions: --exact-kl",
     ),
     Point(

@@ -209,7 +209,7 @@ def first_layers_fit(
     for layers in range(LEAST_LAYERS, min(whole.layers, MOST_LAYERS + 1)):
         if {*kinds[:layers]} == {*kinds}:
             with suppress(MismatchError):
-                shape = sized(find_config(engine.model, engine.revision, layers))
+                shape = sized(find_config(engine.model, engine.revision, layers), engine.python)
                 if shape.layer_parameters == whole.layer_parameters:  # of MoE layers, if any
                     cut = engine_fit(spec, shape, work, machine, without.side)
                     return (0, without) if cut.certain else (layers, cut)

@@ -200,10 +200,12 @@ def plan(spec: CheckSpec, machine: Machine | None = None, gpus: str = "") -> Pla
         exact = None if in_float32 is None else in_float32.rollout.engine
     time = Time({})
     if memory.sides:
-        shapes = [sized(config)] * 3
+        shapes = [sized(config, spec.train.python)] * 3
         for place, side in enumerate((engine, exact or engine), 1):
             if not side.servers:
-                shapes[place] = sized(find_config(side.model, side.revision, side.layers))
+                shapes[place] = sized(
+                    find_config(side.model, side.revision, side.layers), side.python
+                )
         passes = [item for item in passes if item.name not in out]
         time = estimate(spec, shapes, load, machine, passes, exact, memory.float32_few)
     fitting = {each.name: getattr(memory, each.name) for each in fields(Memory)}
@@ -271,7 +273,8 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
     machine, engine = machine or inspect_machine(), spec.rollout.engine
     work, size, offload, layers, few = work_of(spec)[0], 0, 0, 0, False
     try:
-        shape = sized(find_config(spec.train.model, spec.train.revision, spec.train.layers))
+        config = find_config(spec.train.model, spec.train.revision, spec.train.layers)
+        shape = sized(config, spec.train.python)
         passes = [item for item in training_passes(spec) if not item.folder]
         sides = [*trainer_fits(spec, shape, work, machine, passes)]
         sides += copies(spec.train, shape, machine)
@@ -288,7 +291,8 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
             )
         if not engine.servers:  # their memory is not ours
             # The engine's model may be another checkpoint than the trainer's.
-            served = sized(find_config(engine.model, engine.revision, engine.layers))
+            config = find_config(engine.model, engine.revision, engine.layers)
+            served = sized(config, engine.python)
             sides.insert(0, engine_fit(spec, served, work, machine))
             sides += copies(engine, served, machine)
             exact, split, gpus = _float32_engine(spec), None, len(machine.gpus)
@@ -334,7 +338,7 @@ def memory_of(spec: CheckSpec, machine: Machine | None = None) -> Memory:
                     where = f"{cache()} while the engine runs in float32"
                     notes.insert(0, f"disk: {gib(copy)} in {where}")
     except UnknownSize as error:
-        return Memory(notes=(f"memory is not predicted: {error.message}",))
+        return Memory(notes=(f"{error.message}; fix: {error.fix}",))
     cut = engine.layers is not None
     return Memory(sides, tuple(notes), size, offload, layers, few, cut)
 
@@ -363,7 +367,8 @@ def placed(spec: CheckSpec, machine: Machine | None = None) -> CheckSpec:
     if engine.servers or gpus < 2:
         return spec
     try:
-        shape = sized(find_config(engine.model, engine.revision, engine.layers))
+        config = find_config(engine.model, engine.revision, engine.layers)
+        shape = sized(config, engine.python)
         rooms = (gpus - spec.nproc_per_node, gpus)
         split = _smallest_split(spec, shape, work_of(spec)[0], machine, rooms)
     except MismatchError:  # the plan itself says what is wrong with the model

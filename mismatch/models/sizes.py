@@ -13,6 +13,8 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mismatch.errors import MismatchError, first_line
@@ -34,7 +36,8 @@ class UnknownSize(MismatchError):
         family = json.loads(config).get("model_type")
         super().__init__(
             f"the parameters of a {family!r} model cannot be counted: {reason}",
-            "install torch and a transformers that knows this model",
+            "name an environment with torch and a transformers that knows this model: "
+            "--python ENV/bin/python",
         )
         self.reason = reason
 
@@ -71,31 +74,43 @@ class SizedModel(ModelConfig):
         return int((self.parameters - packed) * element + packed * bits / 8)
 
 
-def sized(found: FoundConfig) -> SizedModel:
+def sized(found: FoundConfig, python: str | None = None) -> SizedModel:
     """Count the parameters of a model by its config.json.
+
+    Args:
+        python: interpreter whose transformers builds the model; None: the running one.
 
     Raises:
         UnknownSize: torch or transformers is missing, or cannot build this model.
     """
     text = json.dumps(found.values, sort_keys=True)
     # A process that has transformers already need not start another.
-    return count(text) if "transformers.modeling_utils" in sys.modules else _counted(text)
+    own = python is None and "transformers.modeling_utils" in sys.modules
+    return count(text) if own else _counted(text, python)
 
 
 @lru_cache
-def _counted(config: str) -> SizedModel:
+def _counted(config: str, python: str | None) -> SizedModel:
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "mismatch.models.sizes"],
-            input=config,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            env={**os.environ, **quiet},
-        )
-    except subprocess.TimeoutExpired as error:
-        raise UnknownSize(config, f"it took more than {TIMEOUT_S:.0f} s") from error
+    with TemporaryDirectory() as room:
+        if python is not None:  # which finds this package, and no other from here
+            (Path(room) / "mismatch").symlink_to(Path(__file__).resolve().parents[1])
+            quiet["PYTHONPATH"] = os.pathsep.join(
+                [room, *filter(None, [os.environ.get("PYTHONPATH")])]
+            )
+        try:
+            done = subprocess.run(
+                [python or sys.executable, "-m", "mismatch.models.sizes"],
+                input=config,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                env={**os.environ, **quiet},
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UnknownSize(config, f"it took more than {TIMEOUT_S:.0f} s") from error
+        except OSError as error:
+            raise UnknownSize(config, f"{python}: {error.strerror}") from error
     if done.returncode:
         raise UnknownSize(config, (done.stderr.strip().splitlines() or ["no message"])[-1])
     fields = json.loads(done.stdout.splitlines()[-1])

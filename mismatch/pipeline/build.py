@@ -234,7 +234,12 @@ def build_report(
         made = attempts.make("causes", of_this_machine, before, trainer, otherwise=before)
         results["causes"] = made
     places = places_of(found)
-    named_causes = results.get("causes"), bool(spec.explain)
+    if recorded := spec.rollout.engine.engine == "recorded":  # nothing here can run it again
+        unseen = [replace(entry, how="") for entry in unseen]
+        if (causes_found := results.get("causes")) is not None:
+            bare = tuple(replace(entry, how="") for entry in causes_found.not_tested)
+            results["causes"] = replace(causes_found, not_tested=bare)
+    named_causes = results.get("causes"), bool(spec.explain) or recorded
     own_trainer = spec.train.scorer == OWN_SCORER
     checks += attempts.make("square", square_checks, square, places, own_trainer, otherwise=[])
     checks += attempts.make("causes", cause_checks, *named_causes, otherwise=[])
@@ -482,15 +487,18 @@ def not_tested(
             reason = f"left out of every comparison, because {reason}"
             yield NotTested(name, reason)
     stated = {entry.what for entry in NotTested.of(decode.fingerprint)}
+    recorded = engine.engine == "recorded"
     if not spec.rollout.exact_kl:
-        yield NotTested(EXACT_KL, "switched off")
+        yield NotTested(EXACT_KL, "a dump holds no distributions" if recorded else "switched off")
     elif EXACT_KL not in stated and (reason := exact_reason(decode, train)):
         yield NotTested(EXACT_KL, reason)
     yield from not_applied(engine.model, engine.revision, rollout.sampling)
     if not engine.prefill:
-        yield NotTested(PREFILL, "the prefill rescoring was switched off")
+        off = "the prefill rescoring was switched off"
+        yield NotTested(PREFILL, "a dump holds one pass of the engine" if recorded else off)
     if not spec.noise_floor:
-        yield NotTested("noise floor", "switched off")
+        why = "a dump holds one pass of each side" if recorded else "switched off"
+        yield NotTested("noise floor", why)
     elif REFERENCE not in {pass_.name for pass_ in training_passes(spec)}:
         yield NotTested("float32 reference", "the trainer itself is the float32 reference")
     yield from _without_routes(spec, decode, train)
@@ -502,15 +510,15 @@ def not_tested(
             "batch variance, fused kernels and tensor parallelism show only on a GPU",
         )
     longest = max(int(np.diff(rollout.offsets).max()), reach)
-    yield NotTested(
-        f"positions beyond {longest}", "no sequence of the run is longer", "--context-length"
-    )
+    how = "" if recorded else "--context-length"
+    yield NotTested(f"positions beyond {longest}", "no sequence of the run is longer", how)
     if train.fingerprint.get("reads_images"):
         yield NotTested("images", "no prompt has one: the language model alone ran")
     if rollout.turn.max() <= 1:
         template = "mismatch template --model MODEL looks at the chat template"
         yield NotTested("several turns", "every sequence has one turn", template)
     reason = "both sides loaded from disk, no refit took place"
+    reason = "a dump does not show what they delivered" if recorded else reason
     yield NotTested("weight syncs", reason, "mismatch sync-probe --model MODEL")
 
 

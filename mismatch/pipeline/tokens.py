@@ -62,12 +62,12 @@ def token_table(
 
 
 def record_best_fix(run_dir: Path, report: Report, tokens: pd.DataFrame) -> pd.DataFrame:
-    """Return the table with log-probabilities of the best fix that kept the tokens and was saved.
+    """Return the table with log-probabilities of the best fix, where it kept the tokens.
 
     A fix of the engine samples new tokens, which have no row here.
     """
     table = report.result("fixes")
-    names = [] if table is None else [row.id for row in table.outcomes if row.outcome == "better"]
+    names = [] if table is None else [id for id in (table.best_together, table.best) if id]
     held = set(store.scoring_names(run_dir)) if names else set()
     name = next((name for name in names if Key.of(FIX, name) in held), None)
     if name is None:

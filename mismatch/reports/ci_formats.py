@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from mismatch.analysis.catalogue import title_of
-from mismatch.analysis.cause_results import LITTLE
+from mismatch.analysis.catalogue import catalogue, title_of
 from mismatch.analysis.explained import explains, lead_of
 from mismatch.reports.formatting import TONES, alike, chance, line
 from mismatch.reports.summary import cause_step, checks, judged_rows
@@ -41,18 +41,22 @@ def to_github(report: Report, failing: bool) -> str:
     lines = [_annotation(level, f"mismatch: {verdict.status.upper()}", verdict.reason)]
     lead = lead_of(report.result("causes"), report.checks)
     explained = lead.checks if lead else ()
+    failed = failing_cases(report)
+    lines += [_annotation(level, f"mismatch {each.name}", each.text) for each in failed[:MOST]]
     if lead is not None:
-        lines.append(
-            _annotation(level, f"mismatch {lead.cause.id}", cause_step(report, lead.cause))
-        )
+        if lead.cause.id not in [each.name for each in failed]:
+            step = cause_step(report, lead.cause)
+            lines.append(_annotation(level, f"mismatch {lead.cause.id}", step))
         names = ", ".join(check.id for check in explained)
         lines += [_annotation("notice", "mismatch: follow from it", names)] if names else []
+    said = {each.name for each in failed[:MOST]}
     found = [c for c in checks(report, "failed", "inconclusive", "warning") if c not in explained]
-    for check in found[:MOST]:
+    found = [check for check in found if check.id not in said]
+    for check in found[: MOST - len(said)]:
         lines.append(
             _annotation(LEVELS[TONES[check.status]], f"mismatch {check.id}", _of_check(check))
         )
-    if more := found[MOST:]:
+    if more := found[max(0, MOST - len(said)) :]:
         names = ", ".join(check.id for check in more)
         lines.append(_annotation("warning", f"mismatch: {len(more)} more checks", names))
     judged = [row.judgement for row in judged_rows(report) if row.judgement]
@@ -66,43 +70,56 @@ def to_github(report: Report, failing: bool) -> str:
 def to_junit(report: Report, failing: bool) -> str:
     """Return a test case for every cause, every check, every judged metric, and the verdict.
 
-    A fault is one failure: of its cause, of a failed check that no cause explains, else of the
-    first metric that is unfit, else of the verdict where the command fails. What follows from it
-    passes with its text as output; what was not tested is skipped.
+    A fault is one failure, see :func:`failing_cases`; else of the verdict where the command fails.
+    What follows from it passes with its text as output; what was not tested is skipped.
 
     Args:
         failing: the command ends with exit code 1.
     """
     suite = ElementTree.Element("testsuite", name="mismatch")
     skipped = {check.id: check.detail for check in checks(report, "not_tested")}
-    faults = list(_faults(report))
-    critical = [name for name, status, _ in faults if TONES[status] == "critical"]
+    failed = failing_cases(report)
     causes = report.result("causes")
-    ranked = [c for c in causes.ranked if c.status != LITTLE] if causes and critical else []
-    for cause in ranked:
-        case = _case(suite, "mismatch.causes", cause.id)
-        text = line(title_of(cause.id))
-        ElementTree.SubElement(case, "failure", type=cause.status, message=text)
-    alone = [
-        check.id
-        for check in checks(report, "failed")
-        if not any(explains(cause, check) for cause in ranked)
-    ]
-    failed = alone or ([] if ranked else critical[:1])
-    texts = {name: (status, text) for name, status, text in faults}
-    names = [("checks", check.id) for check in report.checks]
-    names += [("metrics", row.metric) for row in judged_rows(report)]
-    for kind, name in names:
+    texts = {name: (status, text) for name, status, text in _faults(report)}
+    cases = [("causes", c.id, c.status, title_of(c.id)) for c in (causes.ranked if causes else ())]
+    cases += [("checks", check.id, *texts.get(check.id, ("", ""))) for check in report.checks]
+    rows = judged_rows(report)
+    cases += [("metrics", row.metric, *texts.get(row.metric, ("", ""))) for row in rows]
+    for kind, name, status, text in cases:
         case = _case(suite, f"mismatch.{kind}", name)
-        status, text = texts.get(name, ("", ""))
         if name in skipped and kind == "checks":
             ElementTree.SubElement(case, "skipped", message=line(skipped[name]))
-        elif name in failed:
+        elif (kind, name) in [(each.kind, each.name) for each in failed]:
             ElementTree.SubElement(case, "failure", type=status, message=line(text))
         elif status:
             ElementTree.SubElement(case, "system-out").text = f"{status}: {line(text)}"
     verdict = report.verdict
-    return _closed(suite, "verdict", verdict.status, verdict.reason, failing and not critical)
+    return _closed(suite, "verdict", verdict.status, verdict.reason, failing and not failed)
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """A case that fails, by the same name in every format; ``kind``: causes, checks, metrics."""
+
+    kind: str
+    name: str
+    text: str
+
+
+def failing_cases(report: Report) -> list[Failing]:
+    """Return what fails a run: the leading cause, else the first that is decided and no choice, and
+    each failed check that it does not explain; where there is neither, the first unfit metric."""
+    causes, failed = report.result("causes"), checks(report, "failed")
+    faults = [(name, text) for name, status, text in _faults(report) if TONES[status] == "critical"]
+    lead = lead_of(causes, report.checks)
+    ranked = causes.ranked if causes and faults else ()
+    known = catalogue()
+    decided = [c for c in ranked if c.decided and not (c.id in known and known[c.id].choice)]
+    first = lead.cause if lead and faults else next(iter(decided), None)
+    found = [Failing("causes", first.id, cause_step(report, first))] if first else []
+    alone = [check for check in failed if not (first and explains(first, check))]
+    found += [Failing("checks", check.id, _of_check(check)) for check in alone]
+    return found or [Failing("metrics", name, text) for name, text in faults[:1]]
 
 
 def runs_to_github(result: RunComparison) -> str:

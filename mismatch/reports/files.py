@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from mismatch.reports.markdown import to_markdown
 from mismatch.reports.section import Page
 from mismatch.reports.summary import next_steps
 from mismatch.run import manifest, store
+from mismatch.run.files import read_regular
+from mismatch.run.trust import seal
 from mismatch.types import NotTested, Report
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 
 REPORT = "report.json"
+MARKED = b"report:"  # before what is sealed: the mark of a report is none of a spec
 
 
 def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> Report:
@@ -43,7 +47,16 @@ def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> Report:
     steps = Attempts().make("next steps", next_steps, report, otherwise=[])
     document, inputs = report_to_json(report, steps), report_inputs(run_dir)
     store.save_document(run_dir, REPORT, document, schema=SCHEMA, inputs=inputs)
+    if mark := seal(MARKED + read_regular(run_dir / REPORT)):
+        manifest.record(run_dir, REPORT, SCHEMA, inputs=inputs, made_with={"seal": mark})
     return report
+
+
+def judged_here(run_dir: Path) -> bool:
+    """Return whether a command of this user wrote the report of a run (:func:`trust.seal`)."""
+    made_with = manifest.entries(run_dir).get(REPORT, {}).get("made_with") or {}
+    mark = seal(MARKED + read_regular(run_dir / REPORT)) if isinstance(made_with, dict) else ""
+    return bool(mark) and hmac.compare_digest(mark, str(made_with.get("seal", "")))
 
 
 def report_inputs(run_dir: Path) -> list[str]:
@@ -84,9 +97,10 @@ def write_rendered(
         What raised: sections, which the pages lack, or a whole page, which is deleted.
     """
     attempts = Attempts()
-    asked = report, tokens, framework, attempts
+    asked = report, tokens, framework, attempts, run_dir
+    brief = report, framework, False, run_dir
     for name, text in (
-        ("report.md", attempts.make("report.md", to_markdown, report, framework, otherwise="")),
+        ("report.md", attempts.make("report.md", to_markdown, *brief, otherwise="")),
         ("report.html", attempts.make("report.html", to_html, *asked, otherwise="")),
     ):
         if not text:

@@ -144,6 +144,8 @@ def percent(share: float | None, digits: int = 2) -> str:
 
     >>> percent(0.0373), percent(0.0), percent(0.998), percent(0.00021), percent(3e-7)
     ('3.7 %', '0 %', '99.80 %', '0.021 %', '< 0.001 %')
+    >>> percent(1 - 1e-9)
+    '> 99.99 %'
     """
     if share is None or not math.isfinite(share):
         return MISSING
@@ -155,7 +157,8 @@ def percent(share: float | None, digits: int = 2) -> str:
     if scaled >= 90:  # what is missing to 100 % is what matters
         missing = number(100 - scaled, digits)
         decimals = len(missing.partition(".")[2]) if "e" not in missing else 2
-        return f"{scaled:.{min(decimals, 2)}f} %"
+        shown = f"{scaled:.{min(decimals, 2)}f} %"
+        return "> 99.99 %" if shown.startswith("100") else shown
     return f"{number(scaled, digits)} %"
 
 

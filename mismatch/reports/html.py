@@ -9,6 +9,7 @@ import base64
 import hashlib
 from collections.abc import Iterable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch.attempts import Attempts
@@ -32,6 +33,7 @@ def to_html(
     tokens: pd.DataFrame,
     framework: str | None = None,
     attempts: Attempts | None = None,
+    directory: Path | None = None,
 ) -> str:
     """Return the report as one HTML document. The same input gives the same bytes.
 
@@ -39,8 +41,9 @@ def to_html(
         tokens: one row per action token, as in tokens.parquet.
         framework: whose names the metrics have in the column of aliases; None: everybody's.
         attempts: keeps sections that raised.
+        directory: of the run, for commands.
     """
-    return show_page(page(report, tokens, framework, attempts))
+    return show_page(page(report, tokens, framework, attempts).placed(directory))
 
 
 def show_page(shown: Page) -> str:

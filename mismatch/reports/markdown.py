@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from html import escape
+from pathlib import Path
 
 from mismatch.reports.formatting import MARKS, badge, line, visible
 from mismatch.reports.section import Answer, Block, Cell, Column, Page, Section, Table, cell_text
@@ -15,14 +16,20 @@ from mismatch.types import Report
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$])")
 
 
-def to_markdown(report: Report, framework: str | None = None, details: bool = False) -> str:
+def to_markdown(
+    report: Report,
+    framework: str | None = None,
+    details: bool = False,
+    directory: Path | None = None,
+) -> str:
     """GitHub-flavoured Markdown; foreign text is escaped, so that it stays text.
 
     Args:
         framework: whose names get a separate table.
         details: with every section, folded away.
+        directory: of the run, for commands.
     """
-    return show_page(page(report, framework=framework), details)
+    return show_page(page(report, framework=framework).placed(directory), details)
 
 
 def show_page(shown: Page, details: bool = True) -> str:

@@ -37,7 +37,8 @@ def print_plan(plan: Plan, console: Console, more: Iterable[Section] = ()) -> No
         first += f"; the memory allows {plan.best_verdict}"
     if plan.float32_layers:
         first += f", with the function checked on the first {plan.float32_layers} layers alone"
-    say(console, first if plan.sides else "memory is not predicted: see what is assumed")
+    unknown = f"cannot plan memory and time: {'; '.join(plan.notes[-1:])}"
+    say(console, first if plan.sides else unknown)
     say(console, f"plan for {plan.model} on {plan.machine} (config.json: {plan.config_source})")
     stages = [*plan.stages.items(), ("the trainer's attention", plan.attention)]
     tokens = [(name, f"{count:,}") for name, count in plan.tokens.items()]

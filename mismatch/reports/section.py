@@ -6,6 +6,8 @@ rendering. Strings may be foreign (names, errors, tokens): renderers make them s
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -272,6 +274,9 @@ class Section:
         return any(shown) or bool(self.parts) or self.widget is not None
 
 
+RUN = "RUN"  # in a step or a command: where the run's directory goes
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a reader asks first, and the answer.
@@ -327,6 +332,17 @@ class Page:
     file: str = "report"
     command: str = ""
     made: str = ""
+
+    def placed(self, directory: object) -> Page:
+        """Return the page with the run's directory in its commands; None: it is not known."""
+        if directory is None:
+            return self
+
+        def place(text: str) -> str:
+            return re.sub(rf"(?<= ){RUN}\b", lambda _: shlex.quote(str(directory)), text)
+
+        answers = tuple(replace(each, flags=place(each.flags)) for each in self.answers)
+        return replace(self, answers=answers, steps=tuple(map(place, self.steps)))
 
 
 def named(rows: Iterable[Cells]) -> Table:

@@ -7,12 +7,21 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mismatch.analysis.catalogue import catalogue
 from mismatch.analysis.cause_results import KINDS, LITTLE, Cause
 from mismatch.analysis.explained import lead_of
-from mismatch.analysis.levels import ENTROPY, MORE, MORE_PROMPTS, ONE_FORM, TOO_LITTLE
+from mismatch.analysis.levels import (
+    ENTROPY,
+    MORE,
+    MORE_PROMPTS,
+    ONE_FORM,
+    TOO_LITTLE,
+    prompts_to_decide,
+)
+from mismatch.analysis.results import Finding, check_id
+from mismatch.analysis.square_checks import ORDER
 from mismatch.errors import in_list
 from mismatch.facts import Replaced
 from mismatch.frameworks import BY_TITLE
@@ -32,9 +41,12 @@ from mismatch.reports.formatting import (
     times,
     wording,
 )
-from mismatch.reports.section import Cell, Column, Table
+from mismatch.reports.section import RUN, Cell, Column, Table
 from mismatch.specs import FILE_SCORER, OWN_SCORER
 from mismatch.types import Check, Comparison, Estimate, Judgement, NotTested, Report, SidePair
+
+if TYPE_CHECKING:
+    from mismatch.experiments.results import FixOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +239,11 @@ def known_by(report: Report, cause: Cause) -> Known:
     if cause.status == LITTLE:
         return Known("stated by a side, and of little weight by experiment", cause.effect)
     if cause.status != "confirmed":
-        open_still = (
-            "no experiment decided" if told is not None else "--explain confirms or rules it out"
-        )
+        open_still = "--explain confirms or rules it out"
+        if told is not None:
+            open_still = "no experiment decided"
+        elif headline(report).rollout == Key.of("recorded", "decode"):
+            open_still = "a dump cannot be run again to confirm it"
         return Known(f"suspected, {open_still}", cause.effect)
     stated = cause.stated or cause.fact
     how = "stated by a side and " * stated + "located in its module"
@@ -269,19 +283,41 @@ def what_to_do(report: Report, cause: Cause) -> str:
     entry = catalogue().get(cause.id)
     if entry is None:
         return ""
-    title = framework_of(report)
-    setting = entry.frameworks.get(title, "")
-    if title and not setting:
-        from mismatch.experiments.fixes.guides import settings_of
-        from mismatch.experiments.results import TESTS
-
-        # Fixes that take out one cause alone, or one cause among few.
-        for fix in (id for id, taken in TESTS.items() if cause.id in taken.own):
-            lines = [line for recipe in settings_of(fix) if recipe.framework == title
-                     for line in recipe.lines]  # fmt: skip
-            setting = setting or "; ".join(f"`{line}`" for line in lines)
-    own = f"In {title}: {setting.rstrip('.')}. " if setting else ""
+    setting = entry.frameworks.get(framework_of(report), "")
+    own = _in_framework(report, fixes_of(cause), setting)
     return f"{own}{cause.advice or (FOREIGN if foreign(report, cause) else entry.mend)}"
+
+
+def _in_framework(report: Report, fixes: Sequence[str], setting: str = "") -> str:
+    """Return how the run's own framework sets the first fix that it can; "": it is not known.
+
+    Args:
+        setting: that is known of it already.
+    """
+    from mismatch.experiments.fixes.guides import settings_of
+
+    title = framework_of(report)
+    for fix in fixes if title else ():
+        lines = [line for recipe in settings_of(fix) if recipe.framework == title
+                 for line in recipe.lines]  # fmt: skip
+        setting = setting or "; ".join(f"`{line}`" for line in lines)
+    return f"In {title}: {setting.rstrip('.')}. " if setting else ""
+
+
+def fixes_of(cause: Cause) -> list[str]:
+    """Return the fixes that take out one cause alone, or one among few."""
+    from mismatch.experiments.fixes.catalogue import FIXES
+    from mismatch.experiments.results import TESTS
+
+    known = {fix.id for fix in FIXES}
+    return [id for id, taken in TESTS.items() if cause.id in taken.own and id in known]
+
+
+def trial_of(report: Report, cause: Cause) -> str:
+    """Return the command that measures a cause's fix in this run; "": nothing can be run again."""
+    if headline(report).rollout == Key.of("recorded", "decode") or not command(report):
+        return ""
+    return f"mismatch check --resume {RUN} --fix {(fixes_of(cause) or ['all'])[0]}"
 
 
 FOREIGN = (
@@ -300,7 +336,9 @@ def foreign(report: Report, cause: Cause) -> bool:
 def cause_step(report: Report, cause: Cause) -> str:
     """Return the step that fixes a cause."""
     do = what_to_do(report, cause) or "see Causes"
-    return f"Fix {line(cause.id)}: {line(do)}"
+    trial = trial_of(report, cause) if report.result("fixes") is None else ""
+    measure = f" Measure it: {trial}" if trial else ""
+    return f"Fix {line(cause.id)}: {line(do)}{measure}"
 
 
 def model_name(report: Report) -> str:
@@ -444,6 +482,37 @@ def noise_rows(report: Report) -> list[Noise]:
     return rows
 
 
+def deciding(report: Report) -> Check | Row | None:
+    """Return what the verdict rests on: the check or the metric that decided; None: neither did."""
+    verdict = report.verdict
+    if verdict.correctness is not None and verdict.correctness.status == verdict.status:
+        status = {"broken": "failed", "inconclusive": "inconclusive"}.get(verdict.status, "warning")
+        found = [check for check in checks(report, status) if check.id not in ("causes", ENTROPY)]
+        if verdict.status == "inconclusive":
+            found = [c for c in checks(report, "warning") if c.id in TOO_LITTLE] + found
+        lead = lead_of(report.result("causes"), report.checks)
+        measured = findings(report)
+        # A number before a statement; what the leading cause explains before what it does not.
+        own = [each for each in found if lead and each in lead.checks] or found
+        said = [each for each in own if each.id in measured] or own
+        if said and verdict.status != "healthy":
+            return said[0]
+    rows = [row for row in judged_rows(report) if row.judgement]
+    worst = [row for row in rows if row.judgement and row.judgement.status == verdict.status]
+    worst.sort(key=lambda row: row.judgement.inconclusive if row.judgement else False)
+    k3 = [row for row in rows if row.metric == "k3_kl"]
+    return next(iter((worst if verdict.status != "healthy" else k3) or k3), None)
+
+
+def findings(report: Report) -> dict[str, Finding]:
+    """Return the square's worst finding by the id of its check."""
+    square = report.result("square")
+    worst_last = (
+        sorted(square.findings, key=lambda each: ORDER.index(each.standing)) if square else []
+    )
+    return {check_id(each): each for each in worst_last}
+
+
 def checks(report: Report, *statuses: str) -> list[Check]:
     """Return the checks of the given statuses, in that order."""
     return [check for status in statuses for check in report.checks if check.status == status]
@@ -480,19 +549,25 @@ def next_steps(report: Report) -> list[str]:
     fixes = report.result("fixes")
     if fixes is not None and fixes.best_together is not None:
         best = fixes.outcome(fixes.best_together)
-        how = f" ({line(best.flags)})" if best.flags else ""
-        steps.append(f"Apply {line(best.id)}{how}")
+        from mismatch.experiments.fixes.catalogue import labels
+
+        own = _in_framework(report, [id.partition("=")[0] for id in labels(best.id)])
+        again = f"check again: {line(applied(report, best))}" if best.flags else ""
+        then = f". {line(own)}Then {again}" if own else f", then {again}" if again else ""
+        steps.append(f"Apply {line(best.id)}{then}")
         after = best.verdict_after
         ends_well = after is not None and after.status in ("healthy", "tolerable")
     known = bool(steps)
     lead = None if ends_well else lead_of(report.result("causes"), report.checks)
-    made_here = lead is not None and lead.cause.made_here  # own_setting() is its step
-    if lead is not None and not made_here and report.verdict.status != "healthy":
-        steps.append(cause_step(report, lead.cause))
+    first = causes.ranked[0] if causes and causes.ranked and not ends_well else None
+    first = lead.cause if lead is not None else first
+    if first is not None and not first.made_here and report.verdict.status != "healthy":
+        steps.append(cause_step(report, first))
     explained = lead.checks if lead is not None else ()
     rest = [check for check in report.checks if check not in explained]
     wrong = [check for check in rest if check.status in ("failed", "inconclusive")]
-    wrong = wrong or [check for check in rest if check.status == "warning"]
+    # One that has no fix follows from others, and that of the causes is said with the cause.
+    wrong = wrong or [c for c in rest if c.status == "warning" and c.fix and c.id != "causes"]
     wrong = [] if ends_well else wrong
     more = any(map(_wants_more, wrong))
     if report.verdict.status == "inconclusive":
@@ -512,13 +587,20 @@ def next_steps(report: Report) -> list[str]:
     undecided = off and report.verdict.status not in ("healthy", "inconclusive")
     if undecided and not (two_forms or checks(report, "failed") or known):
         steps.append(_where_to_look(report))
-    return steps or ["None. After an upgrade check again: mismatch compare NEW --against THIS"]
+    return steps or [f"None. After an upgrade check again: mismatch compare NEW --against {RUN}"]
+
+
+def applied(report: Report, best: FixOutcome) -> str:
+    """Return the command that makes this check with a fix."""
+    from mismatch.reports.sections.fixes import command_of
+
+    return command_of(best, command(report))
 
 
 def _experiment(wrong: Sequence[Check]) -> list[str]:
     """Return the experiment that would name the cause of a broken run for which none is named."""
     failed = [check.id for check in wrong if check.status == "failed"]
-    how = "mismatch check --resume RUN --explain"
+    how = f"mismatch check --resume {RUN} --explain"
     if any(id in OF_ENGINES_PATH for id in failed):
         return [
             f"No cause was named. {how} scores the tokens in a fresh engine and reads its prefix "
@@ -593,9 +675,8 @@ def _more_prompts(report: Report) -> list[str]:
     judged = [item for item in verdict.judgements if item.status != "healthy"]
     spans = [item for item in judged if item.inconclusive and item.metric in measured]
     deciding = [item for item in spans if item.status == verdict.status] or spans
-    known = [item.deciding_prompts for item in deciding if item.deciding_prompts]
-    if known and len(known) == len(deciding):
-        return [f"Measure more: --num-prompts {max(known)} would decide the verdict"]
+    if wanted := prompts_to_decide(deciding):
+        return [f"Measure more: --num-prompts {wanted} would decide the verdict"]
     few = any(measured[item.metric].n_prompts < KINDS_SEEN for item in deciding)
     if deciding and (verdict.status == "inconclusive" or few):
         return [f"{_measure(report)}; a few tokens carry the number: look at them"]

@@ -39,6 +39,7 @@ def print_page(
         directory: where the artefacts lie, None where nothing was saved.
         details: with every section, not only what is read first.
     """
+    shown = shown.placed(directory)
     _head(shown, console)
     whole = details or shown.table is None
     for section in shown.sections if whole else shown.asked:
@@ -60,14 +61,17 @@ def _head(shown: Page, console: Console) -> None:
     if shown.lead:
         paragraph(console, line(shown.lead), indent=0, style="bold")
     for answer in shown.answers:
-        flags = f"; {line(answer.flags)}" if answer.flags else ""
-        paragraph(console, f"{answer.question}: {line(answer.text).rstrip('.')}{flags}")
+        paragraph(console, f"{answer.question}: {line(answer.text).rstrip('.')}")
+        for block in answer.settings:
+            for text in block.lines:
+                say(console, f"    {line(block.title)}: {visible(text)}")
+        if answer.flags:
+            say(console, f"    {line(answer.flags)}")
 
 
 def _tail(shown: Page, console: Console, directory: Path | str | None) -> None:
     for step in shown.steps[:STEPS]:
-        own = "THIS" if directory is None else line(directory)
-        paragraph(console, f"Next: {line(step).replace('--against THIS', f'--against {own}')}")
+        paragraph(console, f"Next: {line(step)}")
     if directory is not None:
         named = "a name: mismatch explain NAME"
         say(console, f"Everything is in {line(directory)} (open {shown.file}.html; {named})")

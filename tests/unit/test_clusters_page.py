@@ -34,7 +34,7 @@ def test_the_shell_parses(block: str) -> None:
 
 def test_every_flag_exists() -> None:
     used = commands()
-    assert {words[0] for words in used} == {"rollout", "score", "compare"}
+    assert {words[0] for words in used} == {"check", "rollout", "score", "compare"}
     for verb, *words in used:
         text = help_of(verb, 80, "--help-all")
         for flag in [word for word in words if word.startswith("--")]:

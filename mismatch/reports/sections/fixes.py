@@ -126,7 +126,7 @@ def section(result: FixTable, report: Report) -> Section:
         title="Fixes tried",
         sentences=sentences(result),
         tables=(Table(TRIED, first),),
-        figures=_figures(rows, report),
+        figures=_figures(rows, report, result.best_together),
         parts=(numbers_of_all, _settings(result)) if rows else folded,
         folded=False,
     )
@@ -169,18 +169,19 @@ def _numbers(row: FixOutcome) -> Cells:
     )
 
 
-def _figures(rows: list[FixOutcome], report: Report) -> tuple[Figure, ...]:
+def _figures(rows: list[FixOutcome], report: Report, best: str | None) -> tuple[Figure, ...]:
     """k3 before and after the best fixes, where both are above 0 and there are several fixes."""
     drawn = [row for row in rows if K3 in row.before and K3 in row.after]
     if len(drawn) < 2 or min(min(r.before[K3].value, r.after[K3].value) for r in drawn) <= 0:
         return ()
     lowest = min(drawn, key=lambda row: row.after[K3].value)
-    tokens = plural(lowest.after[K3].n_tokens, "token")
-    shown = [row for index, row in enumerate(drawn) if index < SHOWN or row is lowest]
+    titled = next((row for row in drawn if row.id == best), lowest)  # the fix that is recommended
+    tokens = plural(titled.after[K3].n_tokens, "token")
+    shown = [row for at, row in enumerate(drawn) if at < SHOWN or row in (lowest, titled)]
     return (
         Figure(
             "fixes-k3",
-            f"{lowest.id} gives the lowest k3: {fall(lowest, K3)}",
+            f"With {titled.id} k3 goes {fall(titled, K3)}",
             f"k3 in nats per token before (ring) and after (dot), {tokens}, 95 % intervals; log "
             "axis. Dashed: healthy and unfit bounds.",
             partial(_dots, shown, report),
@@ -213,7 +214,7 @@ def _dots(rows: list[FixOutcome], report: Report, axes: Axes) -> str:
     return f"k3 before and after: {'; '.join(values)}"
 
 
-def command_of(row: FixOutcome) -> str:
+def command_of(row: FixOutcome, made_by: str = "") -> str:
     """Return the command that makes a check with a fix or a combination.
 
     From the catalogue; a row of a plug-in that is not here, or with other flags, keeps its text.
@@ -224,7 +225,7 @@ def command_of(row: FixOutcome) -> str:
         flags = []
     if " ".join(map(str, flags)) != row.flags:
         return f"mismatch check … {row.flags}"
-    return check_command(flags)
+    return check_command(flags, made_by)
 
 
 def _settings(result: FixTable) -> Section:
@@ -313,8 +314,8 @@ def _best(result: FixTable, measured: list[FixOutcome]) -> list[str]:
     several = next((row for row in measured if is_combination(row)), None)
     if result.best is not None and result.best == result.best_together and several is not None:
         enough = result.outcome(result.best).heals
-        no = "No combination is needed" if enough else "No combination does clearly better"
-        texts.append(f"{no}. Best of them: {_effect(several)}")
+        no = "is needed" if enough else "does clearly better"
+        texts.append(f"No combination {no}: the best of them, {several.id}, is in the table.")
     return texts if result.held_out is None else [*texts, _confirmation(result.held_out)]
 
 

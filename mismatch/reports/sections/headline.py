@@ -7,16 +7,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from mismatch.analysis import plugins
 from mismatch.analysis.catalogue import catalogue, title_of
 from mismatch.analysis.cause_results import DIFFER, MODULE, place_of
-from mismatch.analysis.explained import explains, leads
+from mismatch.analysis.explained import explains, lead_of, leads
 from mismatch.analysis.results import sentence, sides_at_fault
 from mismatch.analysis.validity import in_words, validity
 from mismatch.errors import in_list
 from mismatch.frameworks import CORRECTING, FRAMEWORKS
-from mismatch.metrics.inference import missed_share
+from mismatch.metrics.inference import missed_share, prompts_needed
 from mismatch.reports import documentation, summary
-from mismatch.reports.formatting import alike, bound, capital, interval, line, percent, plural, text
+from mismatch.reports.formatting import (
+    alike,
+    capital,
+    interval,
+    line,
+    number,
+    percent,
+    plural,
+    text,
+    times,
+)
 from mismatch.reports.section import (
     Answer,
     Block,
@@ -44,9 +55,19 @@ WRONG = ("failed", "inconclusive", "warning")
 def lead(report: Report) -> str:
     """Return what is wrong, or how far apart the two sides are, in one sentence."""
     causes, failed = report.result("causes"), summary.checks(report, "failed")
-    if causes and causes.ranked and leads(causes.ranked[0]):
-        first = causes.ranked[0]
+    for each in plugins.analyses() if not failed else ():
+        result = report.result(each.id)
+        if result is not None and each.reason and (said := each.call("reason", result)):
+            return capital(f"{line(said)}.")
+    leading = lead_of(causes, report.checks)
+    first = leading.cause if leading else causes.ranked[0] if causes and causes.ranked else None
+    explained = not failed or (first and any(explains(first, check) for check in failed))
+    if first is not None and leads(first) and explained:
         title = line(title_of(first.id)).rstrip(".")
+        if (entry := catalogue().get(first.id)) and entry.choice:
+            share = summary.known_by(report, first).share
+            price = f" that makes {percent(share.value)} of the mismatch" if share else ""
+            return f"{entry.choice}: a choice of this run{price}."
         if first.fact and first.evidence:  # the headline is the list of what differs
             item = first.evidence[0]
             what = "" if item.what == DIFFER else f"{line(item.what)}, "
@@ -130,7 +151,8 @@ def _fix(report: Report) -> Answer | None:
     table: FixTable | None = report.result("fixes")
     if table is not None and table.best_together is not None:
         best = table.outcome(table.best_together)
-        return Answer("Best fix", effect(best, report), best.flags, tuple(_settings(best)))
+        how = summary.applied(report, best) if best.flags else ""
+        return Answer("Best fix", effect(best, report), how, tuple(_settings(best)))
     if report.verdict.status == "healthy":
         return None
     causes = report.result("causes")
@@ -141,9 +163,8 @@ def _fix(report: Report) -> Answer | None:
         return Answer("Best fix", "None of the fixes that were measured helps significantly.")
     if first is None or entry is None or summary.replaced(report, first):  # the run may not have it
         return None
-    if first.status == "confirmed":
-        return Answer("Fix", line(summary.what_to_do(report, first)))
-    return Answer("Fix, not measured", line(summary.what_to_do(report, first)), "--fix all")
+    name = "Fix" if first.status == "confirmed" else "Fix, not measured"
+    return Answer(name, line(summary.what_to_do(report, first)), summary.trial_of(report, first))
 
 
 def effect(best: FixOutcome, report: Report) -> str:
@@ -235,22 +256,44 @@ def _training(report: Report) -> Iterator[str]:
 
 
 def _sure(report: Report) -> str:
-    """k3 with its interval next to its level, by how many prompts; the fix on held-out prompts."""
-    row = next((row for row in summary.judged_rows(report) if row.metric == K3), None)
-    if row is None or row.judgement is None:
-        return ""
-    write = alike((row.estimate.value, row.judgement.healthy))
-    parts = [
-        f"k3 {write(row.estimate.value)} ({interval(row.estimate, write, to=' to ')}), "
-        f"healthy up to {bound(row.judgement.healthy)}, unfit beyond {bound(row.judgement.unfit)}; "
-        f"{plural(row.estimate.n_prompts, 'prompt')}"
-    ]
+    """Return what decided the verdict: its value, interval and limit, by how many prompts."""
+    by, flags = summary.deciding(report), tuple[str, ...]()
+    parts: list[str] = []
+    if isinstance(by, Row) and by.judgement is not None:
+        judged, value, write, flags = by.judgement, by.estimate, by.write, by.estimate.flags
+        if write is number:
+            write = alike((value.value, judged.healthy))
+        parts.append(
+            f"{by.words.label.split(',')[0]} {write(value.value)} "
+            f"({interval(value, write, to=' to ')}), healthy {by.healthy(judged.healthy)}"
+            + f", unfit {by.unfit(judged.unfit)}"
+            * (judged.status != "healthy")
+            + "; "
+            f"{plural(value.n_prompts, 'prompt')}"
+        )
+    elif isinstance(by, Check) and (finding := summary.findings(report).get(by.id)):
+        value, unit, write, flags = (
+            finding.value,
+            " what precision costs",
+            times,
+            finding.value.flags,
+        )
+        if finding.evidence == "gap":
+            unit, write = " nats in float32", alike((value.value, finding.level))
+        parts.append(
+            f"{line(by.id)}: {write(value.value)}{unit} ({interval(value, write, ' to ')}), "
+            f"limit {write(finding.level)}; {plural(value.n_prompts, 'prompt')}"
+        )
+        if finding.standing != "beyond" and (wanted := prompts_needed(value, finding.level)):
+            parts.append(f"about {plural(wanted, 'prompt')} would settle it")
+    elif isinstance(by, Check):
+        parts.append(f"{line(by.id)} {by.status}: {line(by.detail)}")
     table = report.result("fixes")
     if table is not None and table.held_out is not None and table.held_out.confirmed:
         parts.append("the fix is confirmed on held-out prompts")
-    if "heavy-tail" in row.estimate.flags:
-        parts.append("heavy-tailed: a few tokens carry k3")
-    return "; ".join(parts) + "."
+    if "heavy-tail" in flags:
+        parts.append("heavy-tailed: a few tokens carry it")
+    return "; ".join(parts) + "." if parts else ""
 
 
 # ---------------------------------------------------------------- numbers next to their levels

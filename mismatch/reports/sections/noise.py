@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from mismatch.keys import REFERENCE, TRAIN, Key
-from mismatch.reports.formatting import number, percent, text, times
+from mismatch.reports.formatting import number, percent, text
 from mismatch.reports.section import Cell, Column, Section, Table
 from mismatch.reports.summary import HEADLINE, noise_rows
 from mismatch.types import Report
@@ -65,5 +63,4 @@ def float32(report: Report) -> list[str]:
     low, high = sides[far].low, sides[near].high
     if low is None or high is None or low <= high:
         return [f"{sentence}: {NEITHER}."]
-    ratio = sides[far].value / sides[near].value if sides[near].value > 0 else math.inf
-    return [f"{sentence}: the {far} is {times(ratio)} as far off."]
+    return [f"{sentence}: the {far} is farther off."]

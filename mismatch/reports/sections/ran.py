@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from typing import Any, Literal
 
 from mismatch.facts import injected_into
@@ -26,17 +27,19 @@ def section(report: Report) -> Section:
     comparison, aspects = headline(report), what_ran(report)
     titles = ("", "", comparison.rollout, comparison.train)
     columns = tuple(Column(title, text) for title in titles)
-    differing = [name for name, left, right in aspects if _differ(left, right)]
+    differing = [name for name, *_ in aspects if _aspect_differs(report, name)]
+    settings = _settings(report)
+    apart = {name for name, *sides in settings if sides[0] != sides[1] and MISSING not in sides}
     return Section(
         "ran",
         "Resolved configuration",
         LEAD,
-        tables=[Table(columns, _differing_first(aspects))],
+        tables=[Table(columns, _differing_first(aspects, differing))],
         parts=[
             Section(
                 "settings",
                 "Every setting of both sides",
-                tables=[Table(columns, _differing_first(_settings(report)))],
+                tables=[Table(columns, _differing_first(settings, apart))],
                 page_only=True,
             ),
             _this_run(report),
@@ -52,15 +55,35 @@ def glossary() -> Section:
     return Section("glossary", "Glossary", sentences=more, tables=[table], page_only=True)
 
 
-def _differing_first(rows: list[tuple[str, str, str]]) -> list[Cells]:
+def _differing_first(rows: list[tuple[str, str, str]], differing: Container[str]) -> list[Cells]:
     """(name, left, right) with a mark where both sides say something and it differs."""
     marks = {True: Cell("≠", "strong"), False: Cell("")}
-    ordered = sorted(rows, key=lambda row: not _differ(*row[1:]))
-    return [(name, marks[_differ(left, right)], left, right) for name, left, right in ordered]
+    ordered = sorted(rows, key=lambda row: row[0] not in differing)
+    return [(name, marks[name in differing], left, right) for name, left, right in ordered]
 
 
-def _differ(left: str, right: str) -> bool:
-    return left != right and MISSING not in (left, right)
+# Of an aspect, the attributes that both sides may state and that mean the same on both.
+COMPARED: dict[str, tuple[str, ...]] = {
+    "software": ("versions.torch", "versions.transformers"),
+    "precision": ("dtype", "master_dtype", "head_dtype", "autocast", "kv_cache_dtype"),
+    "adapter": ("adapter",),
+    "attention": ("honours_sinks", "honours_softcap"),
+    "logprobs": ("logprobs_temperature", "logprobs_truncated"),
+    "layout": ("device",),
+}
+
+
+def _aspect_differs(report: Report, aspect: str) -> bool:
+    """Return whether an attribute differs that both sides state."""
+
+    def stated(side: Any, name: str) -> Any:
+        for part in name.split("."):
+            side = (side or {}).get(part)
+        return side
+
+    names = COMPARED.get(aspect, ())
+    pairs = [[stated(side, name) for side in _sides(report)] for name in names]
+    return any(None not in pair and "" not in pair and pair[0] != pair[1] for pair in pairs)
 
 
 def _settings(report: Report) -> list[tuple[str, str, str]]:

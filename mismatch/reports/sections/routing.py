@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mismatch.analysis.results import REPLAY
 from mismatch.reports.formatting import (
     MISSING,
     count,
@@ -72,6 +73,8 @@ EVERY_TOKEN = "Every token has a flip in some layer: there are none without to c
 # What the share of delta² that tokens with a flip carry means.
 NO_INTERVAL = "Without an interval it is open whether that is more than their share."
 HARMFUL = "Correlation only; router replay measures what flips cost: --fix router-replay."
+MEASURED = "Correlation only; what flips cost was measured: router-replay, among the fixes."
+MEASURED = "Correlation only; the fix router-replay, below, measured what flips cost."
 TOO_WIDE = "The interval is too wide to compare that with their share: measure more prompts."
 HARMLESS = "That is no more than their share: no harm is seen."
 
@@ -84,13 +87,14 @@ def section(report: Report) -> Section | None:
         return None
     tables = comparison.breakdowns
     ordered = [rows[name] for name in dict.fromkeys((*CORE, *rows)) if name in rows]
-    drawn = list(figures(tables))
+    drawn, tried = list(figures(tables)), report.result("fixes")
+    measured = any(o.measured and REPLAY in o.id for o in (tried.outcomes if tried else ()))
     layers = Rows(LAYERS, _layers(tables.get("routing_by_layer", {})))
     return Section(
         id="routing",
         title="Experts chosen",
         lead=LEAD,
-        sentences=sentences(comparison),
+        sentences=sentences(comparison, measured),
         parts=(
             Section(
                 "routing-pictures",
@@ -150,8 +154,8 @@ def _layers(table: Table) -> list[Cells]:
     ]
 
 
-def sentences(comparison: Comparison) -> list[str]:
-    """Return what the numbers mean, one sentence each."""
+def sentences(comparison: Comparison, measured: bool = False) -> list[str]:
+    """Return what the numbers mean, one sentence each; ``measured``: router replay was tried."""
     routing = comparison.routing
     if "routing_disagree_any" not in routing:
         return []
@@ -168,7 +172,7 @@ def sentences(comparison: Comparison) -> list[str]:
         )
     any_layer = routing["routing_disagree_any"]
     if any_layer.value > 0.0:
-        texts += _harm(routing)
+        texts += _harm(routing, measured)
         ties, source = routing.get("routing_near_tie_flipped"), noted.get("noise")
         if ties is not None and source:
             where = f"measured against {source[0]}"
@@ -188,7 +192,7 @@ def sentences(comparison: Comparison) -> list[str]:
     return texts + [f"Not measured: {fact}." for fact in noted.get("not measured", ())]
 
 
-def _harm(routing: dict[str, Estimate]) -> list[str]:
+def _harm(routing: dict[str, Estimate], measured: bool) -> list[str]:
     """Return what it means that tokens which are a share of all carry so much."""
     share, carried = routing["routing_disagree_any"].value, routing.get("routing_delta2_share")
     factor = routing.get("routing_harm_factor")
@@ -200,7 +204,7 @@ def _harm(routing: dict[str, Estimate]) -> list[str]:
     if carried.low is None or carried.high is None:
         meaning = NO_INTERVAL
     elif carried.low > share:
-        meaning = HARMFUL
+        meaning = MEASURED if measured else HARMFUL
     else:
         meaning = TOO_WIDE if carried.high > WIDE * share else HARMLESS
     return [

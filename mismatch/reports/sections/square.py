@@ -20,10 +20,22 @@ from mismatch.analysis.results import (
     shared,
 )
 from mismatch.analysis.square import LATER_LAYERS
-from mismatch.reports.formatting import bound, count, interval, line, number, plural, text, times
+from mismatch.keys import REFERENCE
+from mismatch.reports.formatting import (
+    alike,
+    bound,
+    count,
+    interval,
+    line,
+    number,
+    plural,
+    text,
+    times,
+)
 from mismatch.reports.section import Cell, Column, Figure, Section, Table, Tone
-from mismatch.reports.svg import ACCENT, INK, SECOND
-from mismatch.types import Report
+from mismatch.reports.summary import HEADLINE
+from mismatch.reports.svg import ACCENT, FAINT, INK, rows_of
+from mismatch.types import Estimate, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +77,7 @@ def section(result: Square, report: Report) -> Section:
         id="square",
         title="Rounding or fault",
         sentences=sentences(result, report),
-        figures=(_figure(result),) if result.legs else (),
+        figures=_figures(result, report),
         parts=(Section("square-numbers", "Numbers", LEAD, tables=tables, notes=notes),),
         folded=False,
     )
@@ -111,15 +123,14 @@ def _off(result: Square, finding: Finding, engines: bool) -> str:
             f"its precision alone costs ({interval(value, times)})."
         )
     gap = next(gap for gap in result.gaps if gap.left == finding.scoring)
-    times_floor = count(round(value.value / gap.floor)) if gap.floor else ""
-    over = f", {times_floor} times the rounding that is expected" if times_floor else ""
+    over = f", where rounding costs {number(gap.floor, 1)}" if gap.floor else ""
     far = f"; {finding.far}" if finding.far else ""
-    apart = f"{number(value.value)} nats apart in float32{over}{far}"
+    apart = f"{number(value.value)} nats off in float32{over}{far}"
     if finding.side == "either":
         who = "the engine's implementation" + " or the trainer's model code" * (not engines)
         who += " is off"
         return f"{name} and the float32 reference compute different functions: {who}; {apart}."
-    return f"{WHOSE[finding.side]} computes another function than the float32 reference: {apart}."
+    return f"{WHOSE[finding.side]} computes the wrong function: {apart}."
 
 
 def _whose(result: Square, finding: Finding | Displaced) -> str:
@@ -214,33 +225,47 @@ def standing_cell(standing: Standing) -> Cell:
     return Cell(WORDS[standing], TONES[standing])
 
 
-def _figure(result: Square) -> Figure:
-    # The two sides themselves: other passes of a side may be drawn, and are nobody's finding.
-    sides = {leg.side: leg for leg in reversed(result.legs)}.values()
-    worst = max(sides, key=lambda leg: leg.excess.value)
-    return Figure(
-        "square-excess",
-        f"The error of {line(worst.scoring)} is {times(worst.excess.value)} what precision costs",
-        f"Distance from float32 over that of a plain forward at the same precision, "
-        f"{plural(worst.excess.n_tokens, 'token')}, with 95 % intervals. Line: 1, pure rounding; "
-        "dashed: the level that clean runs stay below.",
-        partial(_bars, result),
-        (6.0, 1.2 + 0.33 * len(result.legs)),
+def _figures(result: Square, report: Report) -> tuple[Figure, ...]:
+    """Draw how far each side, and a plain forward, are from the float32 reference."""
+    away = {
+        pair.left: pair.metrics[HEADLINE]
+        for pair in report.noise_floor
+        if pair.right == REFERENCE and HEADLINE in pair.metrics
+    }
+    leg = next((leg for leg in result.legs if leg.side in ("engine", "trainer")), None)
+    if leg is None or not away or not leg.excess_size.value:
+        return ()
+    plain = leg.size.value / leg.excess_size.value
+    worst = max(away, key=lambda name: away[name].value)
+    rows: dict[str, Estimate | float] = {**away, leg.plain: plain}
+    if not plain > 0 or not all(each.value > 0 for each in away.values()):
+        return ()
+    return (
+        Figure(
+            "square-distance",
+            f"{line(worst)} is {times(away[worst].value / plain)} as far from the reference as "
+            "a plain forward",
+            f"mean |delta| from the float32 reference, nats, {plural(leg.size.n_tokens, 'token')}, "
+            f"with 95 % intervals; log axis. {line(leg.plain)}: what precision alone costs.",
+            partial(_bars, rows),
+            (6.0, 1.2 + 0.33 * len(rows)),
+        ),
     )
 
 
-def _bars(result: Square, axes: Axes) -> str:
-    levels = {f.level for f in result.findings if f.evidence == "excess" and f.level is not None}
-    places = range(len(result.legs))
-    axes.barh(places, [leg.excess.value for leg in result.legs], color=ACCENT, height=0.5)
-    for y, leg in enumerate(result.legs):
-        if leg.excess.low is not None and leg.excess.high is not None:
-            axes.plot([leg.excess.low, leg.excess.high], [y, y], color=INK, lw=1.4)
-    axes.axvline(1.0, color=INK, lw=0.8)
-    for level in levels:
-        axes.axvline(level, color=SECOND, lw=1.2, dashes=(4, 3))
-    axes.set_yticks(places, [line(leg.scoring) for leg in result.legs])
-    axes.invert_yaxis()
-    axes.set_xlabel("excess over a plain forward")
-    values = (f"{line(leg.scoring)} {times(leg.excess.value)}" for leg in result.legs)
-    return f"Excess over rounding: {', '.join(values)}"
+def _bars(rows: dict[str, Estimate | float], axes: Axes) -> str:
+    values = [each if isinstance(each, float) else each.value for each in rows.values()]
+    least = min(values) / 10  # where bars begin on a log axis
+    colours = [FAINT if isinstance(each, float) else ACCENT for each in rows.values()]
+    widths = [value - least for value in values]
+    axes.barh(range(len(rows)), widths, left=least, color=colours, height=0.5)
+    for y, each in enumerate(rows.values()):
+        if not isinstance(each, float) and each.low and each.high:
+            axes.plot([each.low, each.high], [y, y], color=INK, lw=1.4)
+    axes.set(xscale="log", xlim=(least, None), xlabel="nats from the float32 reference (log)")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter(lambda value, _: "")
+    rows_of(axes, [line(name) for name in rows])
+    write = alike(values)
+    shown = (f"{line(name)} {write(value)}" for name, value in zip(rows, values, strict=True))
+    return f"Nats from the float32 reference: {', '.join(shown)}"
