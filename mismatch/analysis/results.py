@@ -14,6 +14,8 @@ from mismatch.types import CheckStatus, Estimate, NotTested
 Side = Literal["engine", "trainer", "other-engine", "either"]
 OneSide = Literal["engine", "trainer", "either"]
 Standing = Literal["within", "wide", "undecided", "beyond"]
+ORDER: tuple[Standing, ...] = ("within", "wide", "undecided", "beyond")
+LATER_LAYERS = "implementation gap of the engine in later layers"  # what is not tested of it
 Evidence = Literal["excess", "gap"]
 Kind = Literal["rare", "shift", "response"]
 AS_RUN, REPLAY, OVERRIDE = "as-run", "router-replay", "on-policy-override"

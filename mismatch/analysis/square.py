@@ -36,6 +36,7 @@ from mismatch.analysis.displaced import (
 from mismatch.analysis.levels import DEQUANTISED, NOT_QUANTISED, PRECISION, short_name
 from mismatch.analysis.plugins import RunArtefacts
 from mismatch.analysis.results import (
+    LATER_LAYERS,
     Displaced,
     Evidence,
     FarToken,
@@ -79,7 +80,6 @@ FP8_KV = "-fp8kv"
 # In names of vLLM's kernels for MXFP4 experts: those that quantise the activations too.
 NARROW = ("MXFP8", "MXFP4_FP8", "MXFP4_MXFP4", "DEEPGEMM", "DEEP_GEMM")
 FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn", "e4m3")
-LATER_LAYERS = "implementation gap of the engine in later layers"  # what is not tested of it
 ONE_CODE = 0.9  # correlation of roundings of one arithmetic; other kernels on CPUs: 0.3 to 0.65
 SAME_FAULT = "not meaningful: its float32 pass, which it is compared with, has the same fault"
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of a significand

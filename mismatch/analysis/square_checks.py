@@ -8,6 +8,8 @@ from types import MappingProxyType
 from mismatch.analysis.levels import MORE_PROMPTS
 from mismatch.analysis.results import (
     ALIKE,
+    LATER_LAYERS,
+    ORDER,
     Displaced,
     Finding,
     Side,
@@ -18,7 +20,7 @@ from mismatch.analysis.results import (
     rounds_alike,
     shared,
 )
-from mismatch.analysis.square import FP8_KV, LATER_LAYERS
+from mismatch.analysis.square import FP8_KV
 from mismatch.keys import FIRST, Key
 from mismatch.types import Check, CheckStatus
 
@@ -33,7 +35,6 @@ UNSEEN = (
     "mismatch check --dry-run says what this machine's memory allows, and by which settings; "
     "--fail-on unfit where what was measured is enough"
 )
-ORDER: tuple[Standing, ...] = ("within", "wide", "undecided", "beyond")
 # By evidence: float32 excludes what only a lower precision does (a cache, quantisation).
 FIXES: dict[tuple[str, Side], str] = {
     ("excess", "engine"): "look at the engine's kernels, KV cache and quantisation: mismatch fixes",

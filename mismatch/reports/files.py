@@ -53,8 +53,14 @@ def write_report(run_dir: Path, report: Report, tokens: pd.DataFrame) -> Report:
 
 
 def judged_here(run_dir: Path) -> bool:
-    """Return whether a command of this user wrote the report of a run (:func:`trust.seal`)."""
-    made_with = manifest.entries(run_dir).get(REPORT, {}).get("made_with") or {}
+    """Return whether a command of this user wrote the report of a run (:func:`trust.seal`).
+
+    Not where a recorded artefact is gone: nothing could judge the report again.
+    """
+    recorded = manifest.entries(run_dir)
+    if not all((run_dir / name).exists() for name in recorded):
+        return False
+    made_with = recorded.get(REPORT, {}).get("made_with") or {}
     mark = seal(MARKED + read_regular(run_dir / REPORT)) if isinstance(made_with, dict) else ""
     return bool(mark) and hmac.compare_digest(mark, str(made_with.get("seal", "")))
 

@@ -20,8 +20,7 @@ from mismatch.analysis.levels import (
     TOO_LITTLE,
     prompts_to_decide,
 )
-from mismatch.analysis.results import Finding, check_id
-from mismatch.analysis.square_checks import ORDER
+from mismatch.analysis.results import ORDER, Finding, check_id
 from mismatch.errors import in_list
 from mismatch.facts import Replaced
 from mismatch.frameworks import BY_TITLE

@@ -57,7 +57,7 @@ def sources(path: Path) -> list[Path]:
     """Return the logs that a path names, the oldest first; [] where it names none."""
     if path.is_dir():
         found = [*path.rglob("events.out.tfevents*"), *path.rglob("run-*.wandb")]
-        return sorted(found, key=lambda each: (each.stat().st_mtime, each.name))
+        return sorted(found, key=lambda each: (each.stat().st_mtime_ns, each.name))
     with open_regular(path) as file:
         start = file.read(1 << 16)
     if path.suffix == ".wandb" or "tfevents" in path.name or path.suffix in TEXT:

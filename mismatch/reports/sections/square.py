@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mismatch.analysis.levels import AS_LOADED as WEIGHTS
 from mismatch.analysis.results import (
+    LATER_LAYERS,
     Displaced,
     Finding,
     Gap,
@@ -19,7 +20,6 @@ from mismatch.analysis.results import (
     rounds_alike,
     shared,
 )
-from mismatch.analysis.square import LATER_LAYERS
 from mismatch.keys import REFERENCE
 from mismatch.reports.formatting import (
     alike,
