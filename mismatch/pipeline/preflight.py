@@ -228,7 +228,7 @@ def require_trainer_names(spec: TrainSpec) -> None:
         if spec.scorer != OWN_SCORER or name in own or set(":/|") & set(name):
             continue
         registered = registered_kernels(interface, spec.python)
-        if not registered and interface == "AttentionInterface":  # no transformers to ask
+        if not (registered or spec.python) and interface == "AttentionInterface":  # none to ask
             registered = {"eager", "sdpa", "flex_attention", "flash_attention_2"}
             registered |= {"flash_attention_3", "flash_attention_4"}
         if registered and name not in registered:

@@ -33,7 +33,6 @@ from mismatch.pipeline.document import report_from_json, report_to_json
 from mismatch.pipeline.fix_trials import FixRun
 from mismatch.reports.html import to_html
 from mismatch.reports.markdown import to_markdown
-from mismatch.reports.section import Answer
 from mismatch.reports.sections import page
 from mismatch.reports.sections.causes import sentences
 from mismatch.reports.sections.headline import answers
@@ -139,7 +138,7 @@ def test_a_fix_that_an_experiment_measured_is_not_called_unmeasured(tmp_path: Pa
     run = saved(tmp_path / "run", without_sinks(), {"attention-sinks": 0.05})
     report = reported(run)
     fix = answers(replace(report, verdict=replace(report.verdict, status="unfit")))[0]
-    assert fix == Answer("Fix", catalogue()["attention-sinks"].mend)
+    assert (fix.question, fix.text) == ("Fix", catalogue()["attention-sinks"].mend)
 
 
 def test_every_form_of_the_report_says_so(tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ def test_whole_distributions_say_more_than_the_likeliest(run: Path) -> None:
     assert not np.isnan(np.asarray(table["top_train"][2])).any()
 
 
-def fixed(*outcomes: FixOutcome):
-    return make_report().with_analyses(fixes=FixTable(outcomes))
+def fixed(*outcomes: FixOutcome, best: str):
+    return make_report().with_analyses(fixes=FixTable(outcomes, best=best))
 
 
 def test_the_best_fix_that_kept_the_tokens_is_recorded_once(run: Path) -> None:
@@ -160,11 +160,11 @@ def test_the_best_fix_that_kept_the_tokens_is_recorded_once(run: Path) -> None:
     store.save_scoring(run, scoring("fix:c", [-8.0] * 4), ROLLOUT)
     rows = [FixOutcome(id, "train", "", outcome=effect)  # "a" sampled tokens of its own
             for id, effect in (("a", "better"), ("b", "better"), ("c", "none"))]  # fmt: skip
-    updated = record_best_fix(run, fixed(*rows), table)
+    updated = record_best_fix(run, fixed(*rows, best="b"), table)
     for recorded in (updated, store.load_tokens(run)):
         assert recorded["fix"].tolist() == ["b"] * 4
         assert recorded["fix_logprob"].tolist() == [-9.0] * 4
-    assert "fix" not in record_best_fix(run, fixed(rows[0], rows[2]), table)
+    assert "fix" not in record_best_fix(run, fixed(*rows, best="a"), table)
     assert "fix" not in record_best_fix(run, make_report(), table)
 
 

@@ -183,16 +183,14 @@ def effect(best: FixOutcome, report: Report) -> str:
 
 
 def _settings(best: FixOutcome) -> Iterator[Block]:
-    """Yield the first known setting of each framework, and whether it was measured.
-
-    The section of fixes has the others.
-    """
+    """Yield the known settings of each framework, and whether they were measured."""
     from mismatch.reports.sections import fixes
 
     known = fixes.with_proofs(best)
     for name in CORRECTING:
-        own = [each for each in known if each[0].framework == name and each[0].lines]
-        yield from (Block(name, recipe.lines, proof) for recipe, proof in own[:1])
+        for recipe, proof in known:
+            if recipe.framework == name and recipe.lines:
+                yield Block(name, recipe.lines, proof)
 
 
 def _cause(report: Report) -> str:
