@@ -56,7 +56,7 @@ class Recorded:
         }
         prefill = None if old.prefill is None else scorings[old.prefill.name]
         made = Artefacts(
-            cut_rollout(old.rollout, prompts),
+            old.rollout.only(np.flatnonzero(np.isin(old.rollout.prompt_index, prompts))),
             scorings,
             scorings[old.decode.name],
             scorings[old.train.name],
@@ -78,21 +78,6 @@ class Recorded:
             decode = usable[decode.name]
         nothing: Any = None
         return RunArtefacts(self.found.rollout, decode, self.found.train, nothing, usable, {})
-
-
-def cut_rollout(old: Rollout, prompts: np.ndarray) -> Rollout:
-    keep = np.isin(old.prompt_index, prompts)
-    tokens = keep[old.sequence_of_token]
-    return replace(
-        old,
-        token_ids=old.token_ids[tokens],
-        offsets=np.concatenate([[0], np.cumsum(np.diff(old.offsets)[keep])]),
-        action_mask=old.action_mask[tokens],
-        turn=old.turn[tokens],
-        prompt_index=old.prompt_index[keep],
-        finish_reason=tuple(r for r, kept in zip(old.finish_reason, keep, strict=True) if kept),
-        rewards=None if old.rewards is None else old.rewards[keep],
-    )
 
 
 def cut_scoring(old: Scoring, rollout: Rollout, prompts: np.ndarray) -> Scoring:

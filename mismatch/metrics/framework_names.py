@@ -73,7 +73,8 @@ def _table() -> dict[str, Any]:
 
 def anchors() -> dict[str, str]:
     """Return framework -> which policy its PPO ratio is anchored to, by its default settings."""
-    return {name: entry["anchor"] for name, entry in _table()["anchors"].items()}
+    entries = _table()["anchors"].items()
+    return {name: f"{entry['anchor']}, by its default settings" for name, entry in entries}
 
 
 @cache

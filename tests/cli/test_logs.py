@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from .. import recorded_folders
 from ..command import mismatch
 
 STEPS = 12
@@ -138,6 +139,86 @@ def test_json_lines_of_verls_file_logger(tmp_path: Path) -> None:
     path.write_text("\n".join(map(json.dumps, entries)))
     code, found = shown(path)
     assert (code, found["framework"], found["steps"]) == (1, "verl", STEPS)
+
+
+def clean_verl(step: int, of: dict[str, float]) -> str:
+    """A healthy run: its correlation and effective size are high, which is good."""
+    named = {"training/rollout_actor_probs_pearson_corr": 0.9995, "actor/pg_clipfrac": 0.01,
+             "rollout_corr/rollout_is_eff_sample_size": 0.99, "rollout_corr/k3_kl": 1e-4,
+             "timing_s/val": float("nan")}  # fmt: skip
+    return " - ".join([f"step:{step}", *(f"{name}:{value}" for name, value in named.items())])
+
+
+def test_a_healthy_log_has_no_finding_and_is_not_called_healthy(tmp_path: Path) -> None:
+    """Numbers that are better when they are higher, and one that no level is of."""
+    path = console(tmp_path / "train.log", clean_verl)
+    code, found = shown(path)
+    assert (code, found["findings"]) == (0, [])
+    done = mismatch("postmortem", path)
+    assert "verdict: inconclusive" in done.stdout
+    assert mismatch("postmortem", path, "--fail-on", "inconclusive").returncode == 1
+    low = console(tmp_path / "low.log", lambda *of: clean_verl(*of).replace("0.9995", "0.9"))
+    code, found = shown(low)
+    assert code == 1
+    assert [each["kind"] for each in found["findings"]] == ["unfit"]
+
+
+def test_a_log_that_does_not_measure_the_mismatch_says_so(tmp_path: Path) -> None:
+    path = console(tmp_path / "train.log", lambda step, _: f"step:{step} - actor/grad_norm:0.5")
+    done = mismatch("postmortem", path)
+    assert done.returncode == 0
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("verdict: inconclusive")
+    assert "compares" in last
+
+
+def test_a_format_of_reports_is_refused(tmp_path: Path) -> None:
+    done = mismatch("postmortem", console(tmp_path / "a.log", verl_line), "--format", "junit")
+    assert done.returncode == 2
+    assert "--format" in done.stderr
+
+
+def test_a_folder_of_dumps_with_event_files_is_read_as_dumps(tmp_path: Path) -> None:
+    from tensorboardX import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path / "run" / "tb"))
+    writer.add_scalar("train/gen_kl_error", 0.5, 1)
+    writer.close()
+    recorded_folders.generic(tmp_path / "run" / "step_1.jsonl", recorded_folders.samples(32))
+    done = mismatch("postmortem", tmp_path / "run", "--out", tmp_path / "out")
+    assert done.returncode in (0, 1), done.stderr
+    assert (tmp_path / "out" / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"step": 1, "data": {"rollout_corr/k3_kl": 0.1}}\n' + b'{"a": ' + b"[" * 100_000,
+        b'{"step": Infinity, "rollout_corr/k3_kl": 0.1}\n{"step": 1e400, "entropy": 1}\n',
+        b'{"step": 1, "rollout_corr/k3_kl": 1' + b"0" * 400 + b"}\n",
+    ],
+    ids=["deep", "infinite step", "large number"],
+)
+def test_odd_lines_end_in_no_traceback(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_bytes(data)
+    done = mismatch("postmortem", tmp_path / "run.jsonl", "--format", "json")
+    assert "Traceback" not in done.stderr
+    assert "bug" not in done.stderr
+    assert done.returncode in (0, 1, 2)
+
+
+def test_trainer_state_of_transformers(tmp_path: Path) -> None:
+    from transformers.trainer_callback import TrainerState
+
+    state = TrainerState()
+    for step in ALL:
+        of = {"step": step, "sampling/sampling_logp_difference/mean": numbers(step)["abs"]}
+        state.log_history.append(of | {"clip_ratio/region_mean": 0.0})
+    state.save_to_json(str(tmp_path / "trainer_state.json"))
+    code, found = shown(tmp_path / "trainer_state.json")
+    assert (code, found["framework"], found["steps"]) == (1, "trl", STEPS)
+    (tmp_path / "trainer_state.json").write_text('{"log_history": [3, null, "a"]}')
+    assert mismatch("postmortem", tmp_path / "trainer_state.json").returncode == 2
 
 
 def test_what_transformers_prints_of_trl(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import grimp
@@ -131,6 +132,23 @@ def test_no_module_name_is_used_in_three_rooms() -> None:
         if path.stem != "__init__" and path.relative_to(ROOT).parts[0] != "features":
             rooms.setdefault(path.stem, set()).add(path.relative_to(ROOT).parts[0])
     assert {name: holders for name, holders in rooms.items() if len(holders) > 2} == {}
+
+
+def test_the_package_takes_every_data_file_along() -> None:
+    """What pyproject.toml does not name is missing from the wheel, and present in a checkout."""
+    told = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
+    globs = told["tool"]["setuptools"]["package-data"]
+    missing = []
+    for path in ROOT.rglob("*"):
+        if path.is_dir() or path.suffix in (".py", ".pyc"):
+            continue
+        parents = [path.parent, *path.parent.parents]
+        package = next(each for each in parents if (each / "__init__.py").exists())
+        name = ".".join(package.relative_to(ROOT.parent).parts)
+        here = path.relative_to(package)
+        if not any(here.match(each) for each in (*globs["*"], *globs.get(name, ()))):
+            missing.append(str(path.relative_to(ROOT)))
+    assert missing == []
 
 
 def test_every_import_of_ours_exists() -> None:

@@ -71,8 +71,9 @@ def test_equal_bits_in_every_token_are_no_proof_of_two_computations() -> None:
 def law_of(name: str, ids: int, missing: float = 0.0) -> Scoring:
     """A side with two uniform distributions, of whose probability a share is missing."""
     held = np.full((2, ids), np.log((1 - missing) / ids), np.float32)
-    laws = Distributions(np.arange(2), held, ids)
-    return Scoring(name, np.zeros(2, np.int64), np.zeros(2), {}, distributions=laws)
+    drawn, nats = np.zeros(2, np.int64), np.zeros(2)
+    laws = Distributions(np.arange(2), held, vocabulary=ids)
+    return Scoring(name, drawn, nats, fingerprint={}, distributions=laws)
 
 
 @pytest.mark.parametrize(

@@ -72,13 +72,14 @@ def pass_checks(
     sound, _ = by_finiteness(scorings)
     prefill = sound.get(decode.name.replace(":decode", ":prefill"))
     again = decode, prefill, train, sound.get(REGROUPED)
+    whole = any(each.distributions and each.distributions.whole for each in (decode, train))
     return attempts.checks(
         (enough_data, rollout),
         (passes_finite, decode, scorings),
         (turns_agree, rollout, decode, train, sound),
         (trainer_agreement, rollout, decode, train, sound),
         *([] if prefill is None else [(engine_agreement, rollout, *again)]),
-        *([] if decode.distributions is train.distributions else [(distributions, decode, train)]),
+        *([(distributions, decode, train)] if whole else []),
     )
 
 
@@ -87,25 +88,24 @@ def distributions(decode: Scoring, train: Scoring) -> Check:
 
     A head with padding in its softmax, or masked ids, takes probability from the others.
     """
-    held = [each for each in (decode, train) if each.distributions is not None]
+    laws = {each.name: each.distributions for each in (decode, train) if each.distributions}
+    laws = {name: each for name, each in laws.items() if each.whole}  # of others, the rest is made
     faults = []
-    for scoring in held:
+    for name, law in laws.items():
         try:
-            assert scoring.distributions is not None
-            scoring.distributions.law(scoring.name)
+            law.law(name)
         except MismatchError as error:
             faults.append(error.message)
     if faults:
         return failed(DISTRIBUTIONS, "; ".join(faults), OTHER_SUM)
-    sizes = {each.name: each.distributions.vocabulary for each in held if each.distributions}
-    if len(set(sizes.values())) > 1:
-        detail = ", ".join(f"{name} has {size:,} ids" for name, size in sizes.items())
+    sizes = {law.vocabulary for law in laws.values()}
+    if len(sizes) > 1:
+        detail = ", ".join(f"{name} has {law.vocabulary:,} ids" for name, law in laws.items())
         return failed(DISTRIBUTIONS, detail, OTHER_SUM)
-    if len(held) < 2:
+    if len(laws) < 2:
         return Check(DISTRIBUTIONS, "not_tested", "one side gave none")
-    counted = ", ".join(f"{len(each.distributions.positions):,} of {each.name}"
-                        for each in held if each.distributions)  # fmt: skip
-    return Check(DISTRIBUTIONS, "passed", f"{counted} sum to 1, over {sizes[decode.name]:,} ids")
+    counted = ", ".join(f"{len(law.positions):,} of {name}" for name, law in laws.items())
+    return Check(DISTRIBUTIONS, "passed", f"{counted} sum to 1, over {max(sizes):,} ids")
 
 
 def not_finite(scoring: Scoring) -> str:

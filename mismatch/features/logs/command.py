@@ -6,6 +6,7 @@ import json
 import math
 import sys
 
+from mismatch.analysis.levels import SEVERITY, fails_on
 from mismatch.cli.flags import Flags
 from mismatch.codec import to_json
 from mismatch.errors import MismatchError
@@ -33,10 +34,10 @@ CURVES = (
 def postmortem(flags: Flags) -> int | None:
     """Judge a log of metrics; None where the path is none, so that it is read as a dump.
 
-    Exit code 1 where a number is beyond the unfit level or no number, or the clip is idle.
+    Its best verdict is inconclusive: means of steps prove neither side right.
 
     Raises:
-        MismatchError: a log without a metric of a known framework.
+        MismatchError: a log without a metric of a known framework, or a format that it has not.
     """
     path = flags["file"]
     if not path.exists() or not (found := sources(path)):
@@ -51,10 +52,17 @@ def postmortem(flags: Flags) -> int | None:
             f"{path}: no metric of a known framework is in it",
             f"known are {titles}; or give a dump",
         )
+    if flags.get("format") not in ("text", "json"):
+        fault = f"--format {flags['format']}: a log has no report"
+        raise MismatchError(fault, "--format json, or a dump")
     bad = [each.text for each in result.findings if each.kind != "not-healthy"]
-    verdict = Judged(
-        "unfit" if bad else "healthy", bad[0] if bad else "no finding in this log", int(bool(bad))
-    )
+    measured = [curve.name for curve in result.curves if curve.measured]
+    reason = "means of steps do not show whether a side is broken; no step is unfit"
+    if not measured:
+        reason = "no number in this log compares the trainer with the sampler"
+    status = "unfit" if bad else "inconclusive"
+    fails = SEVERITY[status] >= SEVERITY[fails_on(flags.get("fail_on"), quick=True)]
+    verdict = Judged(status, bad[0] if bad else reason, int(fails))
     if flags.get("format") == "json":
         (flags.output or sys.stdout).write(json.dumps(to_json(result), indent=1) + "\n")
         return verdict.code

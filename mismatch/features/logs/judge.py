@@ -41,8 +41,10 @@ class Curve:
     steps: tuple[int, ...]
     values: tuple[float, ...]
     healthy: int | None = None
-    """First step above the healthy level; None: no level, or never."""
+    """First step beyond the healthy level; None: no level, or never."""
     unfit: int | None = None
+    measured: bool = False
+    """It compares the trainer with the sampler."""
 
     @property
     def finite(self) -> list[float]:
@@ -125,19 +127,25 @@ def judge_log(history: History) -> LogReport | None:
         steps, values = history.series(name)
         level = thresholds.get(what, {}).get(COLUMN)
         sign = -1 if alias is not None and alias.sign == "opposite" else 1
+        worse = 1 if level is None or level.healthy <= level.unfit else -1  # which way
         above = [
-            next((s for s, v in zip(steps, values, strict=True) if v * sign > bound), None)
+            next(
+                (s for s, v in zip(steps, values, strict=True) if worse * v * sign > worse * bound),
+                None,
+            )
             for bound in ((level.healthy, level.unfit) if level is not None else ())
         ]
         remark = alias.remark if alias is not None else ""
-        curve = Curve(name, what, remark, tuple(steps), tuple(values), *(above or (None, None)))
+        healthy, unfit = above or (None, None)
+        compares = what in thresholds or what in DISTANCES
+        curve = Curve(name, what, remark, tuple(steps), tuple(values), healthy, unfit, compares)
         curves.append(curve)
         what_of.setdefault(what, curve)
     found = [
         *_idle(what_of),
         *_crossings(curves),
-        *_not_numbers(history, names),
-        *_lost(history, names),
+        *_not_numbers(curves),
+        *_lost(history, [curve.name for curve in curves]),
     ]
     dump, anchor = tables()[framework]["dump"], anchors().get(framework, "")
     said, remarks = tuple(found), tuple(history.remarks)
@@ -179,26 +187,26 @@ def _idle(what_of: dict[str, Curve]) -> list[LogFinding]:
     return [LogFinding("idle-clip", clip.name, None, text)]
 
 
-def _not_numbers(history: History, names: Counter[str]) -> list[LogFinding]:
+def _not_numbers(curves: list[Curve]) -> list[LogFinding]:
     said = []
-    for name in sorted(names):
-        steps, values = history.series(name)
-        bad = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
+    for curve in curves:
+        both = zip(curve.steps, curve.values, strict=True)
+        bad = [step for step, value in both if not math.isfinite(value)]
         if bad:
             more = f" and {plural(len(bad) - 1, 'later step')}" if len(bad) > 1 else ""
-            text = f"{name} is no finite number at step {bad[0]}{more}"
-            said.append(LogFinding("not-finite", name, bad[0], text))
+            text = f"{curve.name} is no finite number at step {bad[0]}{more}"
+            said.append(LogFinding("not-finite", curve.name, bad[0], text))
     return said
 
 
-def _lost(history: History, names: Counter[str]) -> list[LogFinding]:
+def _lost(history: History, names: list[str]) -> list[LogFinding]:
     """Say which metrics most steps had, and the last steps have not."""
     order = sorted(history.steps)
     before, last = order[:-LOST], order[-LOST:]
     if len(before) < LEAST:
         return []
     said = []
-    for name in sorted(names):
+    for name in names:
         held = [step for step in before if name in history.steps[step]]
         gone = not any(name in history.steps[step] for step in last)
         if gone and len(held) >= 0.8 * (before.index(held[-1]) + 1) and len(held) >= LEAST:

@@ -33,6 +33,7 @@ DASHED = re.compile(rf"(?: - |^)([^\s:]+):(?:np\.\w+\()?({NUMBER})")
 QUOTED = re.compile(rf"['\"]([^'\"]+)['\"]: (?:np\.\w+\()?['\"]?({NUMBER})")
 BARRED = re.compile(rf"(?:\||•) *([A-Z][\w. ]*?): +({NUMBER})")
 TEXT = (".log", ".txt", ".out", ".err")
+DUMPS = {".jsonl", ".parquet", ".pt", ".dp", ".pkl"}  # suffixes, before one of compression too
 LARGEST = 1 << 26  # bytes of one record: more than any step's scalars
 WANDB = b":W&B"
 BLOCK = 1 << 15  # bytes of W&B's blocks (LevelDB's log format)
@@ -56,6 +57,8 @@ class History:
 def sources(path: Path) -> list[Path]:
     """Return the logs that a path names, the oldest first; [] where it names none."""
     if path.is_dir():
+        if any(DUMPS.intersection(file.suffixes[-2:]) for file in path.rglob("*")):
+            return []  # a folder of dumps, whatever else is in it
         found = [*path.rglob("events.out.tfevents*"), *path.rglob("run-*.wandb")]
         return sorted(found, key=lambda each: (each.stat().st_mtime_ns, each.name))
     with open_regular(path) as file:
@@ -74,7 +77,7 @@ def sources(path: Path) -> list[Path]:
         numbers = isinstance(entry, dict) and any(_is_number(value) for value in entry.values())
         lists = isinstance(entry, dict) and any(isinstance(value, list) for value in entry.values())
         return [path] if numbers and not lists else []
-    return [path] if not path.suffix else []
+    return [path] if not path.suffix and b"\0" not in start else []
 
 
 def _all(path: Path) -> bytes:
@@ -120,11 +123,12 @@ def _points(path: Path, history: History) -> Iterator[Point]:
         elif "tfevents" in path.name:
             yield from _tensorboard(path, history)
         elif path.suffix == ".json":
-            for entry in json.loads(_all(path))["log_history"]:
+            for entry in parse_json(_all(path))["log_history"]:
                 yield entry.get("step"), _numbers(entry)
         else:
             yield from _lines(path, history)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError,
+            AttributeError, struct.error) as error:  # fmt: skip
         raise MismatchError(f"{path} cannot be read: {error}", "is it complete?") from error
 
 
@@ -150,8 +154,8 @@ def _lines(path: Path, history: History) -> Iterator[Point]:
             text = COLOUR.sub("", raw.decode("utf-8", "replace"))
             if text.lstrip().startswith('{"'):
                 try:
-                    entry = json.loads(text)
-                except ValueError:
+                    entry = parse_json(raw)
+                except (ValueError, RecursionError):
                     if not raw.endswith(b"\n"):
                         history.remarks.append(f"{path.name}: the last line is cut off: left out")
                         return
@@ -160,7 +164,7 @@ def _lines(path: Path, history: History) -> Iterator[Point]:
                     inner = entry.get("data", entry)
                     numbers = _numbers(inner if isinstance(inner, dict) else {})
                     if numbers:
-                        yield (int(at) if _is_number(at) else None), numbers
+                        yield (int(at) if _is_number(at) and math.isfinite(at) else None), numbers
                     continue
             if (named := STEP.search(text)) is not None:
                 step = int(next(filter(None, named.groups())))
