@@ -13,6 +13,7 @@ import copy
 import io
 import json
 import shutil
+import struct
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -394,6 +395,49 @@ def watched(random: Random, run: Path) -> str:
         shutil.rmtree(folder)
 
 
+@cache
+def logs() -> dict[str, bytes]:
+    """Name -> a log of three steps: console, JSON lines, TensorBoard's and W&B's records."""
+    numbers = {"rollout_corr/k3_kl": 1e-4, "actor/pg_clipfrac": 0.0, "actor/grad_norm": 0.5}
+    pairs = " - ".join(f"{name}:{value}" for name, value in numbers.items())
+    lines = [json.dumps({"step": step, "data": numbers}) for step in range(3)]
+    state = {"log_history": [{"step": step, "reward": 0.5, "entropy": 1.0} for step in range(3)]}
+
+    def field(number: int, value: bytes | int) -> bytes:
+        if isinstance(value, int):
+            return bytes([number << 3, value])
+        return bytes([number << 3 | 2, len(value)]) + value
+
+    scalar = field(1, b"gen_kl_error") + bytes([2 << 3 | 5]) + struct.pack("<f", 0.5)
+    event = field(2, 1) + field(5, field(1, scalar))
+    item = field(2, b"mismatch_kl/all/mean") + bytes([130, 1, 3]) + b"0.5"
+    record = field(2, field(1, item) + field(2, field(1, 1)))
+    return {
+        "run.log": "\n".join(f"step:{step} - {pairs}" for step in range(3)).encode(),
+        "run.jsonl": "\n".join(lines).encode(),
+        "trainer_state.json": json.dumps(state).encode(),
+        "events.out.tfevents.1": 3 * (struct.pack("<Q", len(event)) + bytes(4) + event + bytes(4)),
+        "run-1.wandb": b":W&B" + bytes(3)
+        + 3 * (bytes(4) + struct.pack("<HB", len(record), 1) + record),
+    }  # fmt: skip
+
+
+def log(random: Random, run: Path) -> str:
+    """A log of metrics with one thing wrong, as `mismatch postmortem` reads it."""
+    name = random.choice(list(logs()))
+    data = logs()[name]
+    for _ in range(random.choice([0, 1, 1, 2])):
+        data = mutated_bytes(data, random) or b"a"
+    path = run.parent / name
+    path.write_bytes(data)
+    try:
+        out = str(run.parent / "postmortem")
+        return _main(["postmortem", str(path), "--format", "json", "--out", out])
+    finally:
+        path.unlink()
+        shutil.rmtree(run.parent / "postmortem", ignore_errors=True)
+
+
 def checkpoint(random: Random, run: Path) -> str:
     """A model's folder with one file that is none, as a dry run and its readers see it."""
     folder = run.parent / "checkpoint"
@@ -509,5 +553,6 @@ TARGETS: dict[str, Target] = {
     "prompts": prompts,
     "levels": levels,
     "watch": watched,
+    "log": log,
     "checkpoint": checkpoint,
 }
