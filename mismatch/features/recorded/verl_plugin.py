@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from functools import partial, wraps
 from typing import Any
 
@@ -125,8 +126,10 @@ def _record_bypass() -> str:
     @wraps(original)
     def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
         loss, metrics = original(config, model_output, data, dp_group)
-        step = data.get(MARK, None)
-        step = int(getattr(step, "data", step)) if step is not None else None
+        step = None
+        with suppress(Exception):  # whatever carries the mark, the training goes on
+            held = data.get(MARK, None)
+            step = held if held is None else int(getattr(held, "data", held))
         if step is not None and step not in seen:
             seen.add(step)
 
