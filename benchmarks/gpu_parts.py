@@ -68,9 +68,9 @@ SHORT = (
 EAGER, MARLIN = "enforce_eager=true", "moe_backend=marlin"
 VARIANTS = {  # the float32 engine and the noise floor once: ten minutes in all
     "auto with CUDA graphs": (),
-    "auto, eager": ("--quick", "--engine-arg", EAGER),
-    "Marlin, eager": ("--quick", "--engine-arg", EAGER, "--engine-arg", MARLIN),
-    "auto on two GPUs": ("--quick", "--tensor-parallel-size", "2"),
+    "auto, eager": ("--depth", "quick", "--engine-arg", EAGER),
+    "Marlin, eager": ("--depth", "quick", "--engine-arg", EAGER, "--engine-arg", MARLIN),
+    "auto on two GPUs": ("--depth", "quick", "--tensor-parallel-size", "2"),
 }
 COMPARED = ("auto, eager", "Marlin, eager")
 # What no check of this size tests; and what a quick check leaves out.

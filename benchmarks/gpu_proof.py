@@ -96,7 +96,7 @@ class Proof:
     @property
     def form(self) -> tuple[str, ...]:
         """Flags that have an engine without kernels for MXFP4 serve the same values."""
-        return ("--rollout-weights", "bf16") if self.tiny else ()
+        return ("--weights", "engine=bf16") if self.tiny else ()
 
     def environment(self, **more: str) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name not in ("RANK", "TERM")}
@@ -314,7 +314,11 @@ def checked(
     own = ["check", "--model", model, *flags]
     env = proof.environment(**(env or {}))
     planned = subprocess.run(
-        [*MISMATCH, *own, "--dry-run", "--json"], env=env, cwd=ROOT, capture_output=True, text=True
+        [*MISMATCH, *own, "--dry-run", "--format", "json"],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     if planned.stdout.startswith("{"):
         plan = json.loads(planned.stdout)

@@ -165,7 +165,9 @@ def run_of(model: str, place: Path) -> Path:
         command += ["--num-prompts", "4", "--samples-per-prompt", "2", "--max-tokens", "48"]
         if model != "tiny-gpt-oss":  # no chat template
             command += ["--prompts", str(prompts(place))]
-        subprocess.run([*command, "--quick", "--fail-on", "broken", "--out", str(run)], check=False)
+        subprocess.run(
+            [*command, "--depth", "quick", "--fail-on", "broken", "--out", str(run)], check=False
+        )
     return run
 
 

@@ -135,7 +135,7 @@ def check(
     temperature: float | None = None,
     attention: str | None = None,
     fix: str | Sequence[str] | None = None,
-    quick: bool = False,
+    depth: str | None = None,
     out: str | os.PathLike[str] | None = None,
     verbose: bool = False,
     **flags: Any,
@@ -151,7 +151,7 @@ def check(
         scorer: whose code scores: "fsdp", "verl", "trl", or ``module:name``.
         prompts: JSONL file.
         fix: fixes to try: "all", or ids.
-        quick: without the float32 passes.
+        depth: "quick": without the float32 passes; "normal"; "full".
         verbose: print what the command prints.
         flags: the other flags of ``mismatch check``, with underscores; lists for those that repeat.
 
@@ -170,7 +170,7 @@ def check(
     }
     named |= {"prompts": prompts, "num_prompts": num_prompts, "max_tokens": max_tokens}
     named |= {"samples_per_prompt": samples_per_prompt, "temperature": temperature}
-    named |= {"attention": attention, "quick": quick or None}
+    named |= {"attention": attention, "depth": depth}
     return _command("check", [], named | flags, verbose, out or True)
 
 

@@ -79,6 +79,7 @@ class Flag:
             the flag's default is None.
         range: of numbers, the flag's and the field's.
         switch: has no --no-NAME.
+        rare: not in the help of commands, but among the settings that it names.
     """
 
     panel: str
@@ -87,6 +88,7 @@ class Flag:
     kind: Any = None
     range: Range | None = None
     switch: bool = False
+    rare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +209,8 @@ class EngineSpec:
             kind=list[str] | None,
         ),
     ] = ()
-    routing: Annotated[bool, Flag(ENGINE, "Capture routed experts.")] = True
-    prefill: Annotated[bool, Flag(ENGINE, "Rescore by the engine's prefill.")] = True
+    routing: Annotated[bool, Flag(ENGINE, "Capture routed experts.", rare=True)] = True
+    prefill: Annotated[bool, Flag(ENGINE, "Rescore by the engine's prefill.", rare=True)] = True
     trust_remote_code: Annotated[bool, Flag(MODEL, "Run code that comes with the model.")] = False
     layers: Annotated[
         int | None, Flag(MODEL, "Run the model's first N layers alone.", range=Range(1, MANY))
@@ -219,17 +221,14 @@ class EngineSpec:
     ] = None
     adapter_as: Annotated[
         AdapterWay | None,
-        Flag(ENGINE, "Serve the adapter by the engine's LoRA (default where it can), or merged."),
-    ] = None
-    python: str | None = None
-    weights: Annotated[
-        WeightsForm,
         Flag(
             ENGINE,
-            "Form of the weights that the engine serves; docs/how-to/quantised-rollouts.md.",
-            name="rollout_weights",
+            "Serve the adapter by the engine's LoRA (default where it can), or merged.",
+            rare=True,
         ),
-    ] = AS_STORED
+    ] = None
+    python: str | None = None
+    weights: WeightsForm = AS_STORED
     env: tuple[tuple[str, str], ...] = ()
     servers: Annotated[
         tuple[str, ...],
@@ -244,11 +243,17 @@ class EngineSpec:
         str | None, Flag(SERVERS, "Model name on the server, if different.")
     ] = None
     server_concurrency: Annotated[
-        int, Flag(SERVERS, "Requests at a time.", range=Range(1, 4096))
+        int, Flag(SERVERS, "Requests at a time.", range=Range(1, 4096), rare=True)
     ] = 32
     server_timeout_s: Annotated[
         float,
-        Flag(SERVERS, "Time limit of a request, in seconds.", name="server_timeout", range=WEEK_S),
+        Flag(
+            SERVERS,
+            "Time limit of a request, in seconds.",
+            name="server_timeout",
+            range=WEEK_S,
+            rare=True,
+        ),
     ] = 600.0
 
 
@@ -292,8 +297,10 @@ class PromptSpec:
         str | None,
         Flag(PROMPTS, "Hub id, file (jsonl, json, parquet, csv) or save_to_disk directory."),
     ] = None
-    dataset_config: Annotated[str | None, Flag(PROMPTS, "Configuration of a hub data set.")] = None
-    dataset_split: Annotated[str, Flag(PROMPTS, "Split of the data set.")] = "train"
+    dataset_config: Annotated[
+        str | None, Flag(PROMPTS, "Configuration of a hub data set.", rare=True)
+    ] = None
+    dataset_split: Annotated[str, Flag(PROMPTS, "Split of the data set.", rare=True)] = "train"
     prompt_column: Annotated[
         str | None, Flag(PROMPTS, "Column with the prompts; default: found by its name.")
     ] = None
@@ -312,7 +319,10 @@ class PromptSpec:
         int, Flag(PROMPTS, "Responses per sequence, with --environment.", range=Range(1, 1000))
     ] = 4
     max_observation_tokens: Annotated[
-        int, Flag(PROMPTS, "Tokens kept of a reply, with --environment.", range=Range(1, 10**6))
+        int,
+        Flag(
+            PROMPTS, "Tokens kept of a reply, with --environment.", range=Range(1, 10**6), rare=True
+        ),
     ] = 256
 
     @property
@@ -346,6 +356,7 @@ class RolloutSpec:
             ENGINE,
             "Tokens at which whole distributions are kept, for exact KL; 0: off.",
             range=Range(0, 10**7),
+            rare=True,
         ),
     ] = 512
     exact_kl_top_k: Annotated[
@@ -354,6 +365,7 @@ class RolloutSpec:
             ENGINE,
             "Ids kept per distribution, for vocabularies above 4,096.",
             range=Range(1, 10**6),
+            rare=True,
         ),
     ] = 64
 
@@ -410,9 +422,7 @@ class TrainSpec:
     scorer: Annotated[
         str, Flag(TRAIN, "Whose code scores: fsdp (ours), verl, trl, module:Class, or file.")
     ] = OWN_SCORER
-    python: Annotated[
-        str | None, Flag(TRAIN, "Interpreter of your training environment.", name="train_python")
-    ] = None
+    python: str | None = None
     scorer_config: Annotated[
         str | None, Flag(TRAIN, "For --scorer: your verl YAML, GRPOConfig fields, or logprobs.")
     ] = None
@@ -425,7 +435,11 @@ class TrainSpec:
     ] = "bf16"
     master_dtype: Annotated[
         MasterDtype,
-        Flag(TRAIN, "Dtype of the sharded parameters; auto: the checkpoint's, if that is exact."),
+        Flag(
+            TRAIN,
+            "Dtype of the sharded parameters; auto: the checkpoint's, if that is exact.",
+            rare=True,
+        ),
     ] = "auto"
     offload: Annotated[
         bool, Flag(TRAIN, "Keep the sharded parameters in host memory.", switch=True)
@@ -447,7 +461,7 @@ class TrainSpec:
             name="experts_implementation",
         ),
     ] = "auto"
-    head_dtype: Annotated[Dtype | None, Flag(TRAIN, "Dtype of the LM head.")] = None
+    head_dtype: Annotated[Dtype | None, Flag(TRAIN, "Dtype of the LM head.", rare=True)] = None
     router_dtype: Annotated[Dtype | None, Flag(TRAIN, "Dtype of the routers.")] = None
     micro_batch_tokens: Annotated[
         int, Flag(TRAIN, "Tokens per micro-batch.", range=Range(1, MANY))
@@ -468,12 +482,12 @@ class TrainSpec:
     ] = None
     adapter_as: AdapterWay | None = None
     temperature_in: Annotated[
-        TemperatureIn, Flag(TRAIN, "Where logits are divided by the temperature.")
+        TemperatureIn, Flag(TRAIN, "Where logits are divided by the temperature.", rare=True)
     ] = "fp32"
-    logprobs_dtype: Annotated[Dtype | None, Flag(TRAIN, "Dtype of the trainer's logprobs.")] = None
-    weights: Annotated[
-        WeightsForm, Flag(TRAIN, "Form of the weights in the trainer.", name="train_weights")
-    ] = AS_STORED
+    logprobs_dtype: Annotated[
+        Dtype | None, Flag(TRAIN, "Dtype of the trainer's logprobs.", rare=True)
+    ] = None
+    weights: WeightsForm = AS_STORED
     replay_routing: Annotated[
         ReplayMode | None,
         Flag(TRAIN, "Run the engine's experts in the trainer: router replay (R3)."),
@@ -531,7 +545,7 @@ class CheckSpec:
         ),
     ] = 2
     noise_floor: Annotated[
-        bool, Flag(TRAIN, "Also run the trainer twice and in float32 to measure noise.")
+        bool, Flag(TRAIN, "Also run the trainer twice and in float32 to measure noise.", rare=True)
     ] = True
     seed: int = 0  # of the bootstrap
     context_length: Annotated[
@@ -541,40 +555,29 @@ class CheckSpec:
             "Tokens of one long sequence that both sides score in float32 too (0: none); "
             "default: 2,048, or --max-tokens if that is more.",
             range=Range(0, MANY),
+            rare=True,
         ),
     ] = None
     preset: str = ""
     not_reproduced: tuple[str, ...] = ()
-    quick: Annotated[
-        bool,
-        Flag(
-            TRAIN,
-            "Skip the float32 and plain passes: faster, but faults look like rounding.",
-            switch=True,
-        ),
-    ] = False
+    quick: bool = False
     two_passes: Annotated[
         bool | None,
         Flag(
             TRAIN,
             "Compare PPO's two passes, also with router replay (two more passes); "
             "default: only what the noise floor measures.",
+            rare=True,
         ),
     ] = None
-    weights_effect: Annotated[
-        WeightsForm | None,
-        Flag(
-            TRAIN,
-            "Also score with the trainer's weights in this form, to measure its effect; "
-            "bf16: with those of --model, dequantised.",
-        ),
-    ] = None
+    weights_effect: WeightsForm | None = None
     inject: Annotated[
         Injections,
         Flag(
             TRAIN,
             "router-noise=SIGMA: disturb the new pass on purpose; repeatable.",
             kind=list[str] | None,
+            rare=True,
         ),
     ] = ()
     fixes: Annotated[
@@ -596,7 +599,8 @@ class CheckSpec:
         ),
     ] = None
     verdict: Annotated[
-        VerdictFrom, Flag(FIXES, "Take verdict and exit code as-is, or after the best fixes.")
+        VerdictFrom,
+        Flag(FIXES, "Take verdict and exit code as-is, or after the best fixes.", rare=True),
     ] = "as-is"
     explain: Annotated[
         bool | None,
@@ -608,7 +612,11 @@ class CheckSpec:
     ] = None
     overlap: Annotated[
         bool | None,
-        Flag(TRAIN, "Score while the engine rescores; default: if they use different GPUs."),
+        Flag(
+            TRAIN,
+            "Score while the engine rescores; default: if they use different GPUs.",
+            rare=True,
+        ),
     ] = None
     extras: tuple[tuple[str, Any], ...] = ()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from mismatch.training.distributed import World
@@ -36,6 +37,10 @@ SKIPS = {
 # each time, so that all have their turn: .ci/run sets both, as machines differ by half in speed.
 UNTIL = float(os.environ.get("MISMATCH_TESTS_UNTIL", "inf"))
 FIRST = int(os.environ.get("MISMATCH_TESTS_FIRST", "0"))
+
+# A machine under load draws slowly, which is no fault of a test.
+settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("loaded")
 
 # The real SGLang runs on a CPU with what tests/sglang_cpu adds to its processes.
 os.environ.setdefault("MISMATCH_SGLANG_HOOK", str(Path(__file__).with_name("sglang_cpu")))

@@ -39,8 +39,6 @@ CHECK = {
     "config": Row("file", f"--config IN {TINY}", ".toml"),
     "prompts": Row("file", f"--prompts IN {TINY}", ".jsonl"),
     "dataset": Row("file", f"--dataset IN {TINY}", ".jsonl"),
-    "verl_config": Row("file", f"--verl-config IN {TINY}", ".yaml"),
-    "trl_config": Row("file", f"--trl-config IN {TINY}", ".yaml"),
     "framework_config": Row("file", f"--framework-config IN {TINY}", ".yaml"),
     "model": Row("model", "--model IN --engine transformers --dry-run"),
     "train_model": Row("model", f"{TINY} --train-model IN"),
@@ -109,13 +107,8 @@ INPUTS: dict[str, dict[str, Row]] = {
         "model": Row("model", "DUMP --model IN --out OUT"),
     },
     "watch": {"file": Row("dumps", "IN --once")},
-    "fixes": of_check("config verl_config trl_config framework_config", "--model tiny-gpt-oss")
-    | of_check(
-        "prompts dataset scorer_config accelerate_config train_model",
-        "--model tiny-gpt-oss",
-        read=False,
-    )
-    | {"model": Row("model", "--model IN", read=False)},
+    "fixes": of_check("config", "--model tiny-gpt-oss")
+    | {"like": Row("run", "--like IN"), "model": Row("model", "--model IN", read=False)},
     "kernels": {"model": Row("model", "--model IN")},
     "sync-probe": {"model": Row("model", "--model IN --engine transformers --dry-run")},
     "template": {
@@ -133,9 +126,9 @@ INPUTS: dict[str, dict[str, Row]] = {
 # Flags of text or a path that name no foreign input: names and choices, your own code, the
 # interpreters of your machine, and where the output goes.
 OWN = {
-    *("out", "python", "vllm_python", "sglang_python", "train_python", "engine_python"),
+    *("out", "python", "weights"),
     *("attention", "experts_implementation", "environment", "framework", "kernel"),
-    *("kernel_experts", "push", "reward", "scorer", "engine", "engine_arg", "verl_override"),
+    *("kernel_experts", "push", "reward", "scorer", "engine", "engine_arg", "framework_override"),
     *("inject", "arms", "fix", "id", "name", "left", "right", "path", "scoring", "seeds"),
     *("task", "dtype", "gpus", "revision", "served_model", "answer_column", "prompt_column"),
     *("dataset_config", "dataset_split", "dask", "log_to", "require"),

@@ -27,7 +27,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "clean": CHECK,
     "no-sinks": (*CHECK, "--attention", "no-sinks", "--fix", "all", "--explain"),
     "quantised": (
-        *(*CHECK, "--rollout-weights", "mxfp4-rounded", "--weights-effect", "mxfp4-rounded"),
+        *(*CHECK, "--weights", "engine=mxfp4-rounded", "--weights", "effect=mxfp4-rounded"),
         *("--context-length", "160"),
     ),
     "server": (*CHECK, *FLOAT32, "--server", "URL"),

@@ -479,7 +479,7 @@ generation_kwargs: {min_p: 0.1}
 
 def framework_yaml(random: Random, run: Path) -> str:
     """A configuration of verl or TRL with one thing wrong, followed; nothing is started."""
-    flag, text = random.choice([("--verl-config", PRINTED), ("--trl-config", TRL)])
+    name, text = random.choice([("verl", PRINTED), ("trl", TRL)])
     data = text.encode()
     if random.random() < 0.7:
         document = mutated(yaml.safe_load(text), random)
@@ -490,7 +490,8 @@ def framework_yaml(random: Random, run: Path) -> str:
     path = run.parent / "framework.yaml"
     path.write_bytes(data)
     try:
-        return _main(["check", "--model", "tiny-gpt-oss", flag, str(path)])
+        given = ["--framework", name, "--own-loop", "--framework-config", str(path)]
+        return _main(["check", "--model", "tiny-gpt-oss", *given])
     finally:
         path.unlink()
 

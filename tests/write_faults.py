@@ -34,10 +34,10 @@ CHECK = (
 )
 FIXES = ("--fix", "fp32-lm-head,fp32-router")
 SCENARIOS: dict[str, tuple[str, ...]] = {
-    "check": (*CHECK, "--quick"),
+    "check": (*CHECK, "--depth", "quick"),
     "fixes": (*CHECK, "--no-noise-floor", *FIXES),
     "gradients": (*CHECK, "--no-noise-floor", "--gradients", "2"),
-    "derived": (*CHECK, "--no-noise-floor", "--rollout-weights", "mxfp4"),
+    "derived": (*CHECK, "--no-noise-floor", "--weights", "engine=mxfp4"),
 }
 TIMES = {"seconds", "timings", "peak_bytes", "run", "created", "started", "finished"}
 OUTPUT: list[Any] = []  # of the commands that run in this process, the innermost last

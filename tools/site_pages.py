@@ -189,7 +189,7 @@ def presets() -> str:
         ]
         titles = ("setting here", "value", "what the framework does", "read in")
         gaps = [f"- {row['what']} ({read_in(row)})" for row in data["gap"]]
-        parts += [f"### `--trainer {name}`", f"{data['title']}.", table(titles, rows)]
+        parts += [f"### `--framework {name}`", f"{data['title']}.", table(titles, rows)]
         parts += ["Not reproduced, and said so in the report:", "\n".join(gaps)]
     return "\n\n".join(parts)
 

@@ -161,8 +161,8 @@ def checked(stack: Stack, model: str, python: Path, work: Path) -> dict[str, Any
     if run.exists():
         subprocess.run(["rm", "-rf", str(run)], check=True)
     command = [sys.executable, "-m", "mismatch", "check", "--model", model, "--out", str(run)]
-    interpreter = "--train-python" if stack.trainer_alone else "--python"
-    command += [interpreter, str(python), "--scorer", stack.scorer, *SAMPLE]
+    interpreter = f"train={python}" if stack.trainer_alone else str(python)
+    command += ["--python", interpreter, "--scorer", stack.scorer, *SAMPLE]
     if model != "tiny-gpt-oss":
         directory = random_model(model, work)
         command += ["--model", str(directory), "--prompts", str(directory / "prompts.jsonl")]
@@ -211,7 +211,7 @@ TAIL = """
 *Code* computed the trainer's log-probabilities: mismatch's FSDP2 loop, or the framework's own code.
 A stack named after a framework has that framework's versions. No row has run GPU kernels.
 
-*Newest trainer*: the trainer alone ran there (`--train-python`). That was also healthy with torch
+*Newest trainer*: the trainer alone ran there (`--python train=`). That was also healthy with torch
 2.9.1 and transformers 5.5.3. TRL 1.16 scores with transformers 4.57.6, which ignores the
 `rope_parameters` of transformers 5 in a config.json: that check is BROKEN.
 

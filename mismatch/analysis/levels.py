@@ -413,5 +413,5 @@ def exit_code(result: Verdict, fail_on: str = "inconclusive", checks: Sequence[C
 
 def fails_on(asked: str | None, quick: bool) -> str:
     """Return the status from which a command fails: what was asked; by itself "inconclusive", and
-    after ``--quick``, which leaves correctness open, "unfit"."""
+    after ``--depth quick``, which leaves correctness open, "unfit"."""
     return asked or ("unfit" if quick else "inconclusive")

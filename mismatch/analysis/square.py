@@ -125,7 +125,7 @@ def measure(run: RunArtefacts, spec: CheckSpec) -> Square | NotTested:
     if spec.rollout.engine.engine == "recorded":
         return NotTested(what, "a dump holds no float32 pass")
     if spec.quick:
-        return NotTested(what, "left out by --quick")
+        return NotTested(what, "left out by --depth quick")
     if not spec.noise_floor:
         return NotTested(what, "its float32 reference was switched off: --no-noise-floor")
     if REFERENCE not in run.usable:

@@ -30,21 +30,20 @@ def check(flags: Flags) -> int:
     if spec is None:
         spec, notes = configured(check_spec(flags), flags)
         for note in notes:
-            output.say(note, stderr=flags["as_json"])
+            output.say(note)
         if flags["nproc_per_node"] is None:
             spec = ranks_apart(spec, flags["gpus"])
     levels = session.levels(flags)
     session.require_directory(flags)
     require_names(spec)
-    if not flags["as_json"]:
-        session.warn_of_key(spec.rollout)
+    session.warn_of_key(spec.rollout)
     if flags["dry_run"]:
-        code = session.dry_run(spec, flags["gpus"], flags["as_json"])
+        code = session.dry_run(spec, flags)
         if not flags["gpus"]:  # else this is not the machine
             preflight(spec, reach=False)
         return code
-    if flags["gpus"] or flags["as_json"]:
-        raise MismatchError("--gpus and --json belong to a plan", "add --dry-run")
+    if flags["gpus"]:
+        raise MismatchError("--gpus belongs to a plan", "add --dry-run")
     spec = placed(spec)
     preflight(spec, engine=not session.needs_no_server(flags, spec))
     room = session.room_for(spec, flags["force"])

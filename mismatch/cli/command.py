@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from mismatch.cli.flags import NO_VARIABLE, Flags, Option, flag_of
+from mismatch.cli.flags import JSON, NO_VARIABLE, Flags, Option, flag_of
 from mismatch.errors import MismatchError, did_you_mean
 from mismatch.run.files import read_regular
 
@@ -45,7 +45,7 @@ def with_flags(*groups: Option | tuple[Option, ...]) -> Callable[[Verb], Callabl
 
                 require_known(flags["require"])
             quiet = flags.get("quiet")
-            if not quiet and flags.get("format", "text") == "text":
+            if JSON in options or (not quiet and flags.get("format", "text") == "text"):
                 return verb(flags)
             flags.output = sys.stdout  # for the report alone
             with (

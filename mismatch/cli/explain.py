@@ -32,7 +32,7 @@ def explain(flags: Flags) -> int:
     from mismatch.reports.meanings import meanings_of, names
 
     found = meanings_of(flags["name"]) if flags["name"] else []
-    if flags["as_json"]:
+    if flags.as_json:
         document: dict[str, Any] = {"schema": SCHEMA, "meanings": [asdict(each) for each in found]}
         document |= {} if flags["name"] else {"names": names()}
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from mismatch.cli.command import with_flags
+from mismatch.cli.command import project_config, read_config, with_flags
 from mismatch.cli.configuration import configured, configured_model
 from mismatch.cli.flags import JSON, Flags, Option
-from mismatch.cli.options import (
-    CONFIG,
-    CONFIGURATION_FLAGS,
-    ENGINE_FLAGS,
-    MODEL_FLAGS,
-    PROMPT_FLAGS,
-    ROUTING,
-    TRAIN_FLAGS,
-    TRAIN_MODEL,
-)
+from mismatch.cli.options import CHECK, CONFIG
+from mismatch.errors import MismatchError
+from mismatch.specs import MODEL, CheckSpec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,11 +23,12 @@ if TYPE_CHECKING:
 
 SCHEMA = "mismatch.fixes/1"
 NO_MODEL = (
-    "Which apply depends on the check: give its flags, --model MODEL … . "
-    "One fix in detail: mismatch fixes ID. Try them: mismatch check --fix all."
+    "Which apply depends on the check: name its run, --like RUN, or its flags, --model MODEL and "
+    "--config FILE. One fix in detail: mismatch fixes ID. Try them: mismatch check --fix all."
 )
 ID = Option("id", str | None, "", "Id of one fix, to see it in detail.", argument=True)
-OF_A_CHECK = (PROMPT_FLAGS, ENGINE_FLAGS, ROUTING, TRAIN_FLAGS, CONFIGURATION_FLAGS)
+LIKE = Option("like", Path | None, MODEL, "A run of the check that they would be tried in.")
+MODEL_FLAG = next(option for option in CHECK if option.name == "model")
 
 
 class Entry(NamedTuple):
@@ -57,30 +52,30 @@ class Entry(NamedTuple):
         return f"{answer}: {line(self.reason)}" if self.reason else answer
 
 
-@with_flags(ID, MODEL_FLAGS, TRAIN_MODEL, *OF_A_CHECK, CONFIG, JSON)
+@with_flags(ID, MODEL_FLAG, LIKE, CONFIG, JSON)
 def fixes(flags: Flags) -> int:
     """List the fixes that a check can try, or show one of them.
 
-    With --model and the other flags of your check it also says which fixes apply, or why not.
-    Nothing is loaded and nothing is run.
+    With a run of your check, or its flags, it also says which fixes apply, or why not. Nothing is
+    loaded and nothing is run.
 
     Examples:
     mismatch fixes
     mismatch fixes attention-sinks
+    mismatch fixes --like RUN
     """
     from rich.console import Console
 
-    from mismatch.cli.to_spec import check_spec
     from mismatch.experiments.fixes.catalogue import FIXES, fix_named
     from mismatch.experiments.fixes.context import context_of
     from mismatch.experiments.fixes.planning import SIDES, plan_fixes
 
     asked = flags["id"]
     chosen = (fix_named(asked),) if asked else FIXES
-    named = flags["model"] or configured_model(flags)
     shown = [Entry(fix) for fix in chosen]
-    if named:
-        spec = replace(configured(check_spec(flags), flags)[0], fixes=SIDES)
+    asked_of = of_check(flags)
+    if asked_of is not None:
+        spec = replace(asked_of, fixes=SIDES)
         planned = plan_fixes(spec, context_of(spec))
         possible = {variant.chosen[0].id for variant in planned.variants}
         possible |= {fix.id for fix in planned.estimators}
@@ -90,14 +85,34 @@ def fixes(flags: Flags) -> int:
             why = f"{value}: {row.reason}" if value and name in possible else row.reason
             reasons[name][why] = None
         shown = [Entry(fix, fix.id in possible, "; ".join(reasons[fix.id])) for fix in chosen]
-    if flags["as_json"]:
+    if flags.as_json:
+        model = None if asked_of is None else asked_of.train.model
         rows = [_plain(entry, detailed=asked is not None) for entry in shown]
-        typer.echo(json.dumps({"schema": SCHEMA, "model": flags["model"], "fixes": rows}, indent=2))
+        typer.echo(json.dumps({"schema": SCHEMA, "model": model, "fixes": rows}, indent=2))
     elif asked:
         _print_fix(shown[0], Console())
     else:
         _print_list(shown, Console())
     return 0
+
+
+def of_check(flags: Flags) -> CheckSpec | None:
+    """Return the check that a run, or a model and a file of flags, name; None: none is named."""
+    from mismatch.cli.to_spec import check_spec
+    from mismatch.run.directory import load_spec
+
+    if flags["like"] is not None:
+        if flags["model"] or flags["config"]:
+            fault = "--like RUN has all flags of its check"
+            raise MismatchError(fault, "drop --model and --config")
+        return load_spec(flags["like"])  # nothing of it is run
+    given = read_config(flags["config"], CHECK) if flags["config"] else project_config(CHECK)
+    values = Flags({option.name: option.default for option in CHECK} | given)
+    values["model"] = flags["model"] or values["model"]
+    values.explicit = frozenset(given)
+    if not values["model"] and not configured_model(values):
+        return None
+    return configured(check_spec(values), values)[0]
 
 
 def _plain(entry: Entry, detailed: bool) -> dict[str, Any]:

@@ -32,13 +32,15 @@ DTYPE_NAMES = {  # as vLLM spells them
 NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 # What the help shows for a value, by flag or by type.
 METAVARS: dict[Any, str] = {
-    **dict.fromkeys(("engine_arg", "verl_override", "inject"), "KEY=VALUE"),
-    **dict.fromkeys(("prompts", "resume", "scorer_config", "accelerate_config"), "PATH"),
+    **dict.fromkeys(("engine_arg", "framework_override", "inject"), "KEY=VALUE"),
+    **dict.fromkeys(
+        ("prompts", "resume", "scorer_config", "framework_config", "accelerate_config"), "PATH"
+    ),
     **dict.fromkeys(("adapter", "train_adapter"), "PATH"),
     "dump_format": "NAME",
-    "framework_config": "[NAME:]FILE",
     "server": "URL",
-    "engine_python": "NAME=PATH",
+    "python": "PATH",
+    "weights": "SIDE=FORM",
     int: "N",
     float: "X",
     str: "NAME",
@@ -60,6 +62,11 @@ class Flags(dict[str, Any]):
 
     explicit: frozenset[str] = frozenset()
     output: TextIO | None = None
+
+    @property
+    def as_json(self) -> bool:
+        """Whether a program reads the output."""
+        return bool(self.get("format") == "json")
 
     def pick(self, names: str) -> dict[str, Any]:
         """Return some of them, e.g. as arguments of a spec."""
@@ -90,6 +97,7 @@ class Option:
         argument: positional.
         spelling: the flag as typed, where it is not --NAME.
         alone: value of the flag without a value, where it may come alone; "": it may not.
+        rare: left out of the help, which names it as a setting for ``--config`` files.
     """
 
     name: str
@@ -102,6 +110,7 @@ class Option:
     argument: bool = False
     spelling: str = ""
     alone: str = ""
+    rare: bool = False
 
     @property
     def flag(self) -> str:
@@ -161,6 +170,7 @@ class Option:
             callback: called with the value before all other flags are read.
         """
         about: dict[str, Any] = {"help": self.help or None, "rich_help_panel": self.panel or None}
+        about["hidden"] = self.rare
         if callback is not None:
             about |= {"callback": callback, "is_eager": True}
         if self.item not in (bool, str, Path):
@@ -168,8 +178,7 @@ class Option:
         if self.item in (Dtype, MasterDtype):
             about["metavar"] = f"<{'|'.join((*DTYPES, AUTO))}>"
         else:
-            typed = "PATH" if self.name.endswith("python") else METAVARS.get(self.item)
-            about["metavar"] = METAVARS.get(self.name, typed)
+            about["metavar"] = METAVARS.get(self.name, METAVARS.get(self.item))
         if self.argument:
             about["metavar"] = self.name.upper()
         names = [self.flag] if self.switch or self.spelling or self.name in SHORT else []
@@ -238,7 +247,9 @@ def spec_values(
 # What a command reads and prints, whatever it runs: no flag here needs an engine to be known.
 Framework = Literal[tuple(each.id for each in FRAMEWORKS.values() if each.logs)]  # type: ignore[valid-type]
 RUN = Option("run", Path, "", "Run directory.", default=REQUIRED, argument=True)
-JSON = Option("as_json", bool, OUTPUT, "Print JSON.", default=False, spelling="--json")
+JSON = Option(  # of commands that print no report
+    "format", Literal["text", "json"], OUTPUT, "Format on standard output.", default="text"
+)
 LEVELS = Option("thresholds", Path | None, OUTPUT, "TOML file that overrides levels.")
 NAMES_HELP = "Also show a framework's names of the metrics, and how its numbers differ."
 NAME_FLAGS = (
@@ -270,5 +281,5 @@ FAIL_ON = Option(
     "fail_on",
     Literal["tolerable", "inconclusive", "unfit", "broken"] | None,
     OUTPUT,
-    "Verdict from which the exit code is 1; default: inconclusive, with --quick unfit.",
+    "Verdict from which the exit code is 1; default: inconclusive, with --depth quick unfit.",
 )

@@ -42,10 +42,10 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 MOST_FLAGS = 30  # a command with more shows these alone in --help, and all in --help-all
 COMMON = frozenset(
     {
-        *("model", "prompts", "dataset", "num_prompts", "samples_per_prompt", "max_tokens"),
-        *("temperature", "engine", "dtype", "tensor_parallel_size", "engine_arg", "server"),
-        *("nproc_per_node", "trainer", "train_dtype", "attention", "verl_config", "quick"),
-        *("fix", "explain", "resume", "out", "format", "dry_run", "help"),
+        *("model", "prompts", "num_prompts", "samples_per_prompt", "max_tokens", "temperature"),
+        *("python", "engine", "engine_arg", "server", "framework", "framework_config", "scorer"),
+        *("nproc_per_node", "attention", "depth", "fix", "explain", "budget_minutes", "resume"),
+        *("out", "format", "fail_on", "dry_run", "gpus", "help"),
     }
 )
 RESUME = "continue where it stopped: the same command with --resume"
@@ -101,6 +101,11 @@ class Command(TyperCommand):
             sections.setdefault(title, []).append(row)
         if short:
             sections["Options"].append((HELP_ALL, f"Show all {len(rows)} flags."))
+        rare = [option for option in self.callback.options if option.rare]  # type: ignore[union-attr]
+        if rare and not short:
+            names = ", ".join(option.name for option in rare)
+            about = f"{names} (also as flags); docs/reference/command-line.md"
+            sections["Settings of a --config file"] = [(f"{len(rare)} more", about)]
         for title, lines in sections.items():
             with formatter.section(title):
                 formatter.write_dl([(names, linked(about)) for names, about in lines])

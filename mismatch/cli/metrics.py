@@ -13,7 +13,7 @@ SCHEMA = "mismatch.metrics/2"
 EXPLANATION = (
     "level: what a mean runs over. kind: a mean, a ratio (a smooth function of several means), a "
     "quantile, or an extreme (a maximum, a minimum, a count: no interval). good: which direction "
-    "is agreement, if any. --json adds formulas and the names in frameworks."
+    "is agreement, if any. --format json adds formulas and the names in frameworks."
 )
 
 
@@ -26,7 +26,7 @@ def metrics(flags: Flags) -> int:
     """
     from mismatch.metrics import METRICS
 
-    if not flags["as_json"]:
+    if not flags.as_json:
         from rich.console import Console
 
         from mismatch.reports.formatting import text

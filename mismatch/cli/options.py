@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from mismatch.cli.configuration import configurations
 from mismatch.cli.flags import (
     FAIL_ON,
-    JSON,
     LEVELS,
     LOG_TO,
     NAME_FLAGS,
@@ -26,6 +26,7 @@ from mismatch.specs import (
     ENGINE,
     MODEL,
     OUTPUT,
+    TRAIN,
     CheckSpec,
     EngineSpec,
     PromptSpec,
@@ -53,16 +54,11 @@ PROMPT_FLAGS = (
     *flags_of(Sampling, "repetition_penalty"),
     *flags_of(PromptSpec, "seed environment max_turns max_observation_tokens"),
 )
-ENGINE_PYTHON_HELP = "NAME=PATH: interpreter of the environment that holds an engine; repeatable."
-SGLANG_PYTHON_HELP = "Interpreter of the environment that holds SGLang; default: .venv-sglang."
 ENGINE_FLAGS = (
     replace(flags_of(EngineSpec, "engine")[0], help=f"{', '.join(startable_engines())}."),
-    Option("engine_python", list[str] | None, ENGINE, ENGINE_PYTHON_HELP),
-    Option("vllm_python", str | None, ENGINE, "Interpreter of vLLM's environment, if different."),
-    Option("sglang_python", str | None, ENGINE, SGLANG_PYTHON_HELP),
     *flags_of(EngineSpec, "dtype tensor_parallel_size max_model_len"),
     *flags_of(EngineSpec, "gpu_memory_utilization"),
-    *flags_of(EngineSpec, "args weights prefill"),
+    *flags_of(EngineSpec, "args prefill"),
     *flags_of(RolloutSpec),
 )
 # Of an engine that scores the tokens of a run that it need not have sampled.
@@ -73,20 +69,40 @@ SCORING_ENGINE = tuple(
 )
 SERVER_FLAGS = flags_of(EngineSpec, "servers served_model server_concurrency server_timeout_s")
 ROUTING = flags_of(EngineSpec, "routing")
+DEPTH = Option(
+    "depth",
+    Literal["quick", "normal", "full"],
+    TRAIN,
+    "quick: no float32 passes, so faults look like rounding; full: also PPO's two passes with "
+    "router replay.",
+    default="normal",
+)
 TRAIN_FLAGS = (
     *flags_of(CheckSpec, "nproc_per_node"),
     *(option for each in configurations() for option in each.trainer_flags),
-    *flags_of(TrainSpec, "scorer python scorer_config accelerate_config"),
+    *flags_of(TrainSpec, "scorer scorer_config accelerate_config"),
     *flags_of(
         TrainSpec, "dtype master_dtype offload autocast attention experts head_dtype router_dtype"
     ),
-    *flags_of(TrainSpec, "temperature_in logprobs_dtype micro_batch_tokens weights"),
-    *flags_of(CheckSpec, "weights_effect"),
+    *flags_of(TrainSpec, "temperature_in logprobs_dtype micro_batch_tokens"),
     *flags_of(TrainSpec, "layout sequence_parallel replay_routing"),
-    *flags_of(CheckSpec, "noise_floor quick two_passes inject"),
+    DEPTH,
+    *flags_of(CheckSpec, "noise_floor two_passes inject"),
 )
-PYTHON_HELP = "Interpreter of your environment for both sides, which need not have mismatch."
-BOTH_PYTHONS = Option("python", str | None, ENGINE, PYTHON_HELP)
+PYTHON = Option(
+    "python",
+    list[str] | None,
+    ENGINE,
+    "Python of your training environment (mismatch need not be installed there), for both sides; "
+    "engine=PATH or train=PATH: for one; repeatable.",
+)
+WEIGHTS = Option(
+    "weights",
+    list[str] | None,
+    ENGINE,
+    "engine=FORM, train=FORM: change the weights of a side; effect=FORM: also score with the "
+    "trainer's in that form; docs/how-to/quantised-rollouts.md.",
+)
 CONFIGURATION_FLAGS = tuple(option for each in configurations() for option in each.flags)
 NEW_RUN = (
     OUT,
@@ -113,14 +129,13 @@ DRY_RUN = switch(
 GPUS = Option(
     "gpus", str | None, OUTPUT, "With --dry-run: plan for GPUs like 8xH100-80GB instead of these."
 )
-PLAN_JSON = replace(JSON, help="With --dry-run: print the plan as JSON.")
 FORCE = switch("force", OUTPUT, "Start even if memory does not suffice.")
 CONFIG_HELP = "TOML file of flags (same names); flags given here override it."
 CONFIG = Option("config", Path | None, OUTPUT, CONFIG_HELP)
 # Flags of a check that say nothing of what is run.
 AROUND = (
     *(LEVELS, *NAME_FLAGS, LOG_TO, FAIL_ON, REQUIRE, *NEW_RUN, TRUST_RUN),
-    *(DRY_RUN, GPUS, PLAN_JSON, FORCE, CONFIG),
+    *(DRY_RUN, GPUS, FORCE, CONFIG),
 )
 CHECK = (
     *MODEL_FLAGS,
@@ -129,7 +144,8 @@ CHECK = (
     *ADAPTER,
     *TRAIN_ADAPTER,
     *PROMPT_FLAGS,
-    BOTH_PYTHONS,
+    PYTHON,
+    WEIGHTS,
     *ENGINE_FLAGS,
     *SERVER_FLAGS,
     *ROUTING,

@@ -125,7 +125,7 @@ def conclude_alone(
     Args:
         out, file: where its files are, and the one to open.
     """
-    if flags["as_json"]:
+    if flags.as_json:
         typer.echo(json.dumps(document, indent=2, allow_nan=False))
     else:
         terminal.print_alone(shown, verdict, Console(), out, file, bool(flags.get("details")))

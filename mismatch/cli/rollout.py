@@ -8,23 +8,24 @@ from mismatch.cli.command import with_flags
 from mismatch.cli.flags import Flags
 from mismatch.cli.options import (
     ADAPTER,
-    BOTH_PYTHONS,
     CONFIG,
     ENGINE_FLAGS,
     LAYERS,
     MODEL_FLAGS,
     NEW_RUN,
     PROMPT_FLAGS,
+    PYTHON,
     ROUTING,
     SERVER_FLAGS,
     TRUST_RUN,
+    WEIGHTS,
 )
 from mismatch.specs import CheckSpec, TrainSpec
 
 
 @with_flags(
     *(MODEL_FLAGS, LAYERS, ADAPTER, PROMPT_FLAGS, ENGINE_FLAGS, SERVER_FLAGS, ROUTING, NEW_RUN),
-    *(BOTH_PYTHONS, TRUST_RUN, CONFIG),
+    *(PYTHON, WEIGHTS, TRUST_RUN, CONFIG),
 )
 def rollout(flags: Flags) -> int:
     """Sample in the engine; score later, here or elsewhere.

@@ -11,11 +11,13 @@ from mismatch.cli.flags import RUN, Flags, Option
 from mismatch.cli.options import (
     CONFIG,
     MODEL_FLAGS,
+    PYTHON,
     ROUTING,
     SCORING_ENGINE,
     TRAIN_ADAPTER,
     TRAIN_FLAGS,
     TRUST_RUN,
+    WEIGHTS,
 )
 from mismatch.errors import MismatchError
 from mismatch.keys import Key
@@ -29,11 +31,12 @@ NAME = Option(
 # Flags that a scoring by an engine shares with one by the trainer.
 ENGINE_NAMES = frozenset(option.name for option in SCORING_ENGINE)
 SHARED = {"run", "model", "revision", "trust_remote_code", "name", "trust_run", "config"}
+SHARED |= {"python", "weights"}
 
 
 @with_flags(
     *(RUN, MODEL_FLAGS, TRAIN_ADAPTER, TRAIN_FLAGS, SCORING_ENGINE, NAME, ROUTING, TRUST_RUN),
-    CONFIG,
+    *(PYTHON, WEIGHTS, CONFIG),
 )
 def score(flags: Flags) -> int:
     """Score the tokens of a run under FSDP2, or with --engine by the prefill of another engine.

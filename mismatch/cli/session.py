@@ -133,8 +133,8 @@ def levels(flags: Flags) -> Thresholds | None:
 
 
 def narrator_of(flags: Flags, default: str) -> ConsoleNarrator:
-    """Return who tells of the stages, on stderr with --json, and name the default model."""
-    telling = ConsoleNarrator(Console(stderr=flags["as_json"]))
+    """Return who tells of the stages, on stderr with --format json, and name the default model."""
+    telling = ConsoleNarrator(Console(stderr=flags.as_json))
     if not flags.explicit & {"model", "resume", "like"}:
         telling.note(f"no --model was given: the embedded {default} is taken")
     return telling
@@ -208,15 +208,15 @@ def waiting_line(title: str, doing: str, seconds: float, width: int | None = Non
     return f"{head}{rest}"[:width]
 
 
-def dry_run(spec: CheckSpec, gpus: str | None = None, as_json: bool = False) -> int:
-    """Print what would be run. Exit code 0 if it fits on this machine, or on ``gpus``, else 2."""
-    planned = plan(spec, gpus=gpus or "")
-    if as_json:
-        typer.echo(json.dumps(planned.to_dict(), indent=2))
+def dry_run(spec: CheckSpec, flags: Flags) -> int:
+    """Print what would be run. Exit code 0 if it fits on this machine, or on ``--gpus``, else 2."""
+    planned = plan(spec, gpus=flags["gpus"] or "")
+    if flags.as_json:
+        typer.echo(json.dumps(planned.to_dict(), indent=2), file=flags.output)
     else:
         shown = [load(feature.plan)(spec) for feature in features() if feature.plan]
         print_plan(planned, Console(), shown)
-    if spec.fixes and not as_json:
+    if spec.fixes and not flags.as_json:
         from mismatch.experiments.fixes.context import context_of
         from mismatch.experiments.fixes.planning import plan_fixes
 
@@ -234,7 +234,7 @@ def room_for(spec: CheckSpec, force: bool) -> Room:
     Raises:
         MismatchError: the engine or the trainer cannot fit, and ``force`` is not set.
     """
-    if spec.explain:  # which makes the passes that --quick leaves out
+    if spec.explain:  # which makes the passes that --depth quick leaves out
         spec = replace(spec, quick=False, noise_floor=True)
     try:
         memory = memory_of(spec)

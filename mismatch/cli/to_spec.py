@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Collection
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast, get_args
 
 from mismatch.cli.configuration import configured_model
 from mismatch.cli.flags import AUTO, DTYPE_NAMES, Flags, flag_of, flags_of, spec_values
 from mismatch.cli.options import FEATURE_FLAGS, SERVER_FLAGS
+from mismatch.engines.registry import startable_engines
 from mismatch.engines.servers.address import parse_address
-from mismatch.errors import MismatchError
+from mismatch.errors import MismatchError, did_you_mean
 from mismatch.experiments.fixes.planning import parse_requests
 from mismatch.models import resolve_model
 from mismatch.models.adapters import find_adapter
@@ -20,16 +23,25 @@ from mismatch.models.moe import parse_injections
 from mismatch.prompts.tasks import find_task
 from mismatch.run.machine import local_gpus
 from mismatch.run.provenance import require_no_secret
-from mismatch.specs import MANY, CheckSpec, EngineSpec, PromptSpec, RolloutSpec, Sampling, TrainSpec
+from mismatch.specs import (
+    AS_STORED,
+    MANY,
+    CheckSpec,
+    EngineSpec,
+    PromptSpec,
+    RolloutSpec,
+    Sampling,
+    TrainSpec,
+    WeightsForm,
+)
 
 NO_MODEL = "name one: --model tiny-gpt-oss, a hub id (org/name) or a directory"
 # Where servers are, and not what is run: a resumed run may go on elsewhere.
 SERVER_NAMES = frozenset(option.name for option in SERVER_FLAGS)
 # What only an engine that mismatch starts can be told.
 OURS = (
-    *("engine_python", "vllm_python", "sglang_python", "max_model_len", "engine_arg"),
-    *("tensor_parallel_size", "layers", "adapter", "adapter_as"),
-    *("gpu_memory_utilization", "rollout_weights"),
+    *("max_model_len", "engine_arg", "tensor_parallel_size", "layers", "adapter", "adapter_as"),
+    "gpu_memory_utilization",
 )
 # Flags that do nothing without another flag, or one of several.
 COMPANIONS = dict.fromkeys(
@@ -71,7 +83,10 @@ def training_fields(flags: Flags) -> dict[str, Any]:
     return {
         "nproc_per_node": (local_gpus() or 2) if ranks is None else ranks,
         "inject": parse_injections(flags["inject"]),
-        **spec_values(CheckSpec, flags, "noise_floor quick two_passes weights_effect"),
+        "weights_effect": weight_forms(flags).get("effect"),
+        "quick": flags["depth"] == "quick",
+        **spec_values(CheckSpec, flags, "noise_floor two_passes"),
+        **({"two_passes": True} if flags["depth"] == "full" else {}),
     }
 
 
@@ -129,26 +144,49 @@ def engine_name(flags: Flags) -> str:
     return "server" if flags.get("server") else str(flags["engine"])
 
 
-def engine_pythons(flags: Flags) -> dict[str, str]:
-    """Engine -> interpreter, of ``--engine-python NAME=PATH``, ``--NAME-python`` and ``--python``.
+def sides_of(flags: Flags, name: str, sides: Collection[str], example: str) -> dict[str, str]:
+    """Return the values of a repeatable flag ``[SIDE=]VALUE`` by side; "": for every side.
 
     Raises:
-        MismatchError: no NAME=PATH.
+        MismatchError: an unknown side, or one that is named twice.
     """
-    pythons = {name: flags.get(f"{name}_python") for name in ("vllm", "sglang")}
-    for text in flags.get("engine_python") or ():
-        name, _, path = text.partition("=")
-        if not name or not path:
-            fault = f"--engine-python {text}: no NAME=PATH"
-            raise MismatchError(fault, "--engine-python vllm=ENV/bin/python")
-        pythons[name] = path
-    given = {name: path for name, path in pythons.items() if path}
-    both = flags.get("python")
-    if both is None and flags.get("server") and find_spec("transformers") is None:
-        both = flags.get("train_python")  # it can tell which layers have experts
-    if both:
-        given.setdefault(engine_name(flags), both)
-    return given
+    values: dict[str, str] = {}
+    for text in flags.get(name) or ():
+        side, equals, value = text.partition("=")
+        if not equals or not side.isidentifier():
+            side, value = "", text
+        elif side not in sides or not value:
+            guess = did_you_mean(side, sides, 1)
+            fault = f"{flag_of(name)} {text}: {side} is none of {', '.join(sides)}"
+            raise MismatchError(fault, f"{guess}{flag_of(name)} {example}")
+        if side in values:
+            fault = f"{flag_of(name)} {side or 'for both sides'} is given twice"
+            raise MismatchError(fault, "drop one of the two")
+        values[side] = value
+    return values
+
+
+def interpreters(flags: Flags) -> dict[str, str]:
+    """Return the interpreters of ``--python`` by what they are for; "": for both sides."""
+    sides = ("engine", "train", *startable_engines())
+    given = sides_of(flags, "python", sides, "engine=ENV/bin/python")
+    return {side: os.path.expanduser(path) for side, path in given.items()}  # no shell did, after =
+
+
+def weight_forms(flags: Flags) -> dict[str, WeightsForm]:
+    """Return the forms of ``--weights`` by side: engine, train, or effect (of the trainer's).
+
+    Raises:
+        MismatchError: no side, or a form that does not exist.
+    """
+    forms = sides_of(flags, "weights", ("engine", "train", "effect"), "engine=fp8-rounded")
+    for side, form in forms.items():
+        if not side or form not in get_args(WeightsForm):
+            fault = f"--weights {side}={form}" if side else f"--weights {form}: of which side?"
+            guess = did_you_mean(form, get_args(WeightsForm), 1) if side else ""
+            known = f"engine=, train= or effect= one of {', '.join(get_args(WeightsForm))}"
+            raise MismatchError(fault, f"{guess}{known}")
+    return cast("dict[str, WeightsForm]", forms)
 
 
 def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None) -> EngineSpec:
@@ -157,11 +195,14 @@ def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None
     Raises:
         MismatchError: the interpreter of another engine is given.
     """
-    pythons = engine_pythons(flags)
-    if others := sorted(pythons.keys() - {name}):
-        alias = bool(flags.get(f"{others[0]}_python"))
-        flag = f"--{others[0]}-python" if alias else f"--engine-python {others[0]}=…"
-        raise MismatchError(f"{flag} given with --engine {name}", "drop one of the two")
+    pythons = interpreters(flags)
+    others = sorted(pythons.keys() & {*startable_engines()} - {name})
+    if others:
+        fault = f"--python {others[0]}=… given with --engine {name}"
+        raise MismatchError(fault, "drop one of the two")
+    python = pythons.get(name) or pythons.get("engine") or pythons.get("")
+    if python is None and flags.get("server") and find_spec("transformers") is None:
+        python = pythons.get("train")  # it can tell which layers have experts
     values = spec_values(EngineSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"]))
     return EngineSpec(
         **values
@@ -169,7 +210,8 @@ def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None
             "engine": name,
             "model": model,
             "args": tuple(_engine_arg(text) for text in arguments or ()),
-            "python": pythons.get(name),
+            "python": python,
+            "weights": weight_forms(flags).get("engine", AS_STORED),
             "servers": server_addresses(flags),
             "adapter": find_adapter(flags["adapter"]) if flags.get("adapter") else None,
         }
@@ -189,6 +231,9 @@ def server_addresses(flags: Flags) -> tuple[str, ...]:
     flags.refuse(["engine"], "and --server: a server is asked what it is", "drop --engine")
     why = "is for an engine that mismatch starts, servers keep their settings"
     flags.refuse(OURS, why, "drop it, or --server")
+    for name, given in (("python", interpreters(flags)), ("weights", weight_forms(flags))):
+        if others := sorted(given.keys() - {"", "train", "effect"}):
+            raise MismatchError(f"--{name} {others[0]}= {why}", "drop it, or --server")
     return tuple(parse_address(text) for text in flags["server"])
 
 
@@ -210,8 +255,9 @@ def train_spec(flags: Flags, model: str) -> TrainSpec:
     """Return the trainer's side; ``model`` is resolved already."""
     shared = flags.pick("revision trust_remote_code routing")
     values = spec_values(TrainSpec, flags, auto=lambda: checkpoint_dtype(model, flags["revision"]))
-    if values.get("python") is None:
-        values["python"] = flags.get("python")
+    pythons = interpreters(flags)
+    values["python"] = pythons.get("train") or pythons.get("")
+    values["weights"] = weight_forms(flags).get("train", AS_STORED)
     given = flags.get("train_adapter") or flags.get("adapter")
     adapter = find_adapter(given) if given else None
     return TrainSpec(model=model, layers=flags.get("layers"), adapter=adapter, **shared, **values)

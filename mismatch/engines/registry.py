@@ -156,7 +156,7 @@ def check_machine(spec: EngineSpec) -> None:
     if spec.dtype == "fp32" and spec.engine in PACKED and serves_mxfp4(spec):
         raise MismatchError(
             f"--dtype fp32: {spec.engine} computes MXFP4 experts in bf16 whatever it is asked for",
-            "serve the same values unpacked: --rollout-weights bf16",
+            "serve the same values unpacked: --weights engine=bf16",
         )
     if info.preflight is not None:
         _load(spec.engine, info.preflight, info.install_hint)(spec)

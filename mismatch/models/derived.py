@@ -219,7 +219,7 @@ def require_form(source: Path, form: WeightsForm) -> None:
     if method != "mxfp4" and form in (*ROUNDED_FORMS, "bf16"):
         return
     if form == "mxfp4" and family != "gpt_oss":
-        fault = f"--rollout-weights mxfp4: engines read MXFP4 experts of gpt-oss, not of {family}"
+        fault = f"--weights engine=mxfp4: engines read MXFP4 experts of gpt-oss, not of {family}"
         raise MismatchError(fault, "use mxfp4-rounded: the same values, stored in bf16")
     if not any(p.search(name) for name in _names(source) for p in (FUSED, SINGLE, PACKED)):
         raise MismatchError(

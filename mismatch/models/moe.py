@@ -90,8 +90,8 @@ def require_forms(spec: CheckSpec) -> None:
 
     train, effect = spec.train, spec.weights_effect
     if effect == train.weights:
-        fault = f"--weights-effect {effect}: the trainer's weights have that form already"
-        raise MismatchError(fault, "name another form, or drop --weights-effect")
+        fault = f"--weights effect={effect}: the trainer's weights have that form already"
+        raise MismatchError(fault, "name another form, or drop --weights effect=")
     engine = spec.rollout.engine.model
     asked = [(train.model, train.weights), (engine if effect == "bf16" else train.model, effect)]
     for model, form in asked:
@@ -99,7 +99,7 @@ def require_forms(spec: CheckSpec) -> None:
         if form in (None, AS_STORED) or not (directory / "config.json").is_file():
             continue  # a hub id: it is found out with the weights
         if form == effect == "bf16" and not quantisation(directory):
-            fault = f"--weights-effect bf16: the engine's checkpoint {engine} is not quantised"
+            fault = f"--weights effect=bf16: the engine's checkpoint {engine} is not quantised"
             raise MismatchError(fault, "drop it, or give the engine a quantised one: --model")
         require_form(directory, form)
 

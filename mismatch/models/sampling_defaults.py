@@ -70,5 +70,5 @@ def not_applied(model: str, revision: str | None, sampling: Sampling) -> Iterato
         yield NotTested(
             f"{', '.join(other)} of {FILE}",
             f"the checkpoint sets {settings}, which this run does not sample with; {would}",
-            f"{flags}; --sample-as FRAMEWORK; docs/reference/causes/implicit-generation-config.md",
+            f"{flags}; --framework NAME; docs/reference/causes/implicit-generation-config.md",
         )

@@ -308,7 +308,7 @@ def without_square(spec: CheckSpec, comparisons: list[Comparison], results: dict
         return ""
     if spec.rollout.engine.engine == "recorded":
         return "a dump holds no float32 pass (mismatch read-rollouts and score make one)"
-    reason = "the float32 passes were left out (--quick)" if spec.quick else ""
+    reason = "the float32 passes were left out (--depth quick)" if spec.quick else ""
     if not reason and not spec.noise_floor:
         reason = "the float32 reference was switched off (--no-noise-floor)"
     return reason or "the run holds no float32 passes that could be used"

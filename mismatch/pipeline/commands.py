@@ -153,8 +153,8 @@ def run_score(
     require_routes(spec, weight_givers())
     require_forms(spec)
     if spec.weights_effect is not None and name != TRAIN:
-        fault = f"--weights-effect is for the scoring {TRAIN!r}, not for {name!r}"
-        fix = f"drop --name, or give this scoring the form: --train-weights {spec.weights_effect}"
+        fault = f"--weights effect= is for the scoring {TRAIN!r}, not for {name!r}"
+        fix = f"drop --name, or give this scoring the form: --weights train={spec.weights_effect}"
         raise MismatchError(fault, fix)
     if spec.inject and name != TRAIN:
         fault = f"--inject is for the second pass of the scoring {TRAIN!r}, not for {name!r}"

@@ -107,7 +107,7 @@ def preflight(spec: CheckSpec, *, reach: bool = True, engine: bool = True) -> No
     require_routes(spec, weight_givers())
     require_forms(spec)
     if spec.weights_effect is not None and spec.train.adapter is not None:
-        fault = "--weights-effect changes weights that an adapter was not trained on"
+        fault = "--weights effect= changes weights that an adapter was not trained on"
         raise MismatchError(fault, f"drop it; or {merge_first(spec.train.adapter.path)}")
 
 
@@ -148,7 +148,7 @@ def preflight_engine(spec: EngineSpec, *, reach: bool = True, dataset: bool = Fa
         needed = [engine_info(spec.engine).module, "datasets" if dataset else None]
         needed += ["transformers", "httpx"] if spec.servers else []
         modules = (*WORKER_MODULES, *(name for name in needed if name))
-        flag, who = f"--engine-python {spec.engine}=", f"the engine {spec.engine}"
+        flag, who = f"--python {spec.engine}=", f"the engine {spec.engine}"
         flag = "--python" if spec.servers else flag
         require_modules(python, flag, modules, who)
     require_form(spec)
@@ -283,12 +283,12 @@ def preflight_training(
     if spec.python is not None:
         loads = OWN_SCORER if spec.scorer == FILE_SCORER else spec.scorer
         modules = TRAINER_MODULES.get(loads, ("torch", "numpy"))
-        require_modules(spec.python, "--train-python", modules, "the trainer")
+        require_modules(spec.python, "--python train=", modules, "the trainer")
         if spec.scorer == OWN_SCORER:
             require_transformers(spec.python)
     else:
         why = "the reference passes need them, " if spec.scorer == FILE_SCORER else ""
-        fix = f"{why}name your training environment: --train-python PATH; or {IN_A_CLONE}"
+        fix = f"{why}name your training environment: --python train=PATH; or {IN_A_CLONE}"
         require_packages("torch", "transformers", fix=fix)
     require_ranges(spec)
     require_trainer_names(spec)

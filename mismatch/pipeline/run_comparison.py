@@ -455,7 +455,7 @@ def obstacles(first: SavedRun, other: SavedRun, tests: int) -> Iterator[Mismatch
         yield MismatchError(fault, "compare two runs of one model")
     elif not same:
         which = f": {in_list(differing)}" if differing else ""
-        fix = "compare runs of the same checkpoint, with the same --train-weights and --layers"
+        fix = "compare runs of the same checkpoint, with the same --weights and --layers"
         yield MismatchError(f"the trainers of {pair} loaded other weights{which}", fix)
     settings = [run.sampling for run in (first, other)]
     changed = [

@@ -649,7 +649,7 @@ def _float32(report: Report, spec: dict[str, Any]) -> str:
     if headline(report).rollout == "recorded:decode":
         how = "Score the tokens with the model (mismatch read-rollouts, then score)"
     elif spec.get("quick"):
-        how = "Run again without --quick"
+        how = "Run again without --depth quick"
     elif not spec.get("noise_floor", True):
         how = "Run again without --no-noise-floor"
     else:

@@ -52,7 +52,7 @@ NEEDS_TRUST: dict[type, dict[str, Rule]] = {
     RolloutSpec: {},
     Sampling: {},
     EngineSpec: {
-        "python": _if_set("the interpreter {} (--engine-python)"),
+        "python": _if_set("the interpreter {} (--python)"),
         "env": _each("the environment variable {}"),
         "args": _each("the engine argument {} (--engine-arg)"),
         "trust_remote_code": _if_set("code of the engine's model (--trust-remote-code)"),
@@ -66,9 +66,9 @@ NEEDS_TRUST: dict[type, dict[str, Rule]] = {
     TrainSpec: {
         "attention": _if_named("the function {} (--attention)", ":/"),
         "experts": _if_named("the function {} (--experts-implementation)", ":/"),
-        "python": _if_set("the interpreter {} (--train-python)"),
+        "python": _if_set("the interpreter {} (--python)"),
         "scorer": _if_named("the trainer {} (--scorer)"),
-        "scorer_overrides": _each("the override {} (--verl-override)"),
+        "scorer_overrides": _each("the override {} (--framework-override)"),
         "scorer_config": _if_set("the configuration {} (--scorer-config)"),
         "accelerate_config": _if_set("the configuration {} (--accelerate-config)"),
         "trust_remote_code": _if_set("code of the trainer's model (--trust-remote-code)"),

@@ -19,7 +19,7 @@ def read_mapping(path: Path, where: str) -> dict[str, Any]:
     """Return a file's keys and values.
 
     Args:
-        where: the file as the user named it, for errors: ``--verl-config run.yaml``.
+        where: the file as the user named it, for errors: ``--framework-config run.yaml``.
 
     Raises:
         MismatchError: missing file, invalid YAML (with the line), or no mapping.

@@ -47,7 +47,7 @@ class Trl:
         except ImportError as error:
             raise MismatchError(
                 f"TRL's GRPO trainer cannot be imported: {error}",
-                "name the interpreter of your training environment: --train-python PATH",
+                "name the interpreter of your training environment: --python train=PATH",
             ) from error
         if not hasattr(GRPOTrainer, METHOD):
             raise MismatchError(

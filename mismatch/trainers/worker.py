@@ -119,7 +119,7 @@ def load(name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        other = "name the interpreter that has it: --train-python PATH"
+        other = "name the interpreter that has it: --python train=PATH"
         if not f"{module_name}.".startswith(f"{error.name}."):  # something that the module needs
             fault = f"--scorer {name}: {first_line(error)} (in {sys.executable})"
             raise MismatchError(fault, other) from error

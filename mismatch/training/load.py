@@ -234,7 +234,7 @@ def _from_pretrained(spec: TrainSpec, attention: ResolvedAttention, config: Any)
     if method not in ("", "mxfp4"):
         fault = f"{spec.model} is quantised ({method}); a trainer needs weights in full precision"
         raise MismatchError(
-            fault, "give the unquantised checkpoint, or its values: --train-weights bf16"
+            fault, "give the unquantised checkpoint, or its values: --weights train=bf16"
         )
     options = dequantising(config)
     if loads_shards():

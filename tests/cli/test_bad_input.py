@@ -90,7 +90,7 @@ def bare_interpreter(folder: Path) -> list[str]:
     path = folder / "python"
     path.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     path.chmod(0o755)
-    return [*TINY, "--vllm-python", str(path)]
+    return [*TINY, "--python", f"vllm={path}"]
 
 
 CASES = {
@@ -157,11 +157,11 @@ CASES = {
     "resume of nothing, without flags": (lambda f: ["--resume", "gone"], "no run in gone"),
     "resume with another spec": (resume_of_another_spec, "rollout.engine.engine: 'transformers'"),
     "two directories": (lambda f: ["--resume", "a", "--out", "b", *TINY], "two directories"),
-    "no such interpreter": (lambda f: [*TINY, "--vllm-python", "no/python"], "no/python"),
+    "no such interpreter": (lambda f: [*TINY, "--python", "vllm=no/python"], "no/python"),
     "interpreter without packages": (bare_interpreter, "psutil, vllm"),
     "interpreter of another engine": (
-        lambda f: [*TINY, "--vllm-python", "python", "--engine", "transformers"],
-        "--vllm-python given with --engine transformers",
+        lambda f: [*TINY, "--python", "vllm=python", "--engine", "transformers"],
+        "--python vllm=… given with --engine transformers",
     ),
 }
 

@@ -261,10 +261,11 @@ def test_a_table_of_equal_values_is_refused(tmp_path, make, verb):
 # ---------------------------------------------------------------- configurations
 
 
-@pytest.mark.parametrize("flag", ["--verl-config", "--trl-config"])
-def test_a_yaml_of_aliases_of_aliases_is_refused(tmp_path, flag):
+@pytest.mark.parametrize("name", ["verl", "trl"])
+def test_a_yaml_of_aliases_of_aliases_is_refused(tmp_path, name):
     lines = ["a0: &a0 [x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 11)]
     (tmp_path / "x.yaml").write_text("\n".join(lines))
-    said = refused("check", flag, tmp_path / "x.yaml", "--dry-run")
+    given = ("--framework", name, "--framework-config", tmp_path / "x.yaml")
+    said = refused("check", *given, "--dry-run")
     assert "x.yaml" in said

@@ -37,7 +37,7 @@ def test_bounds_reach_the_weights(run):
     """delta is 0.3 everywhere: rho = 1.35."""
 
     def tis(*flags):
-        document = json.loads(invoke(run, "--json", *flags))
+        document = json.loads(invoke(run, "--format", "json", *flags))
         assert document["schema"] == "mismatch.corrections/2"
         return {preview["id"]: preview for preview in document["previews"]}
 
@@ -58,7 +58,7 @@ def test_bounds_reach_the_weights(run):
 
 
 def test_batch(run):
-    assert json.loads(invoke(run, "--json", "--batch", "4096"))["batch"] == 4096
+    assert json.loads(invoke(run, "--format", "json", "--batch", "4096"))["batch"] == 4096
 
 
 def test_bad_bounds_and_missing_runs_are_refused(run, tmp_path):

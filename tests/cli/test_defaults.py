@@ -67,7 +67,9 @@ def test_the_command_line_wins_then_the_environment_then_the_project(
 @pytest.mark.grid
 def test_a_check_takes_them(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("[tool.mismatch]\nnum-prompts = 3\n")
-    dry = mismatch("check", "--model", "tiny-gpt-oss", "--dry-run", "--json", cwd=tmp_path)
+    dry = mismatch(
+        "check", "--model", "tiny-gpt-oss", "--dry-run", "--format", "json", cwd=tmp_path
+    )
     assert json.loads(dry.stdout)["tokens"]["prompts"] == 3
     assert "pyproject.toml sets --num-prompts" in dry.stderr
 

@@ -308,7 +308,7 @@ def test_a_family_without_measured_peaks_is_planned_and_says_so():
 
 @pytest.mark.slow
 def test_the_command_examines_this_machine(tmp_path):
-    done = mismatch("doctor", "--json", cwd=tmp_path, timeout=400)
+    done = mismatch("doctor", "--format", "json", cwd=tmp_path, timeout=400)
     document = json.loads(done.stdout)
     assert document["ready"] == (done.returncode == 0), done.stderr
     assert [use["error"] for use in document["uses"] if use["name"] == "fsdp"] == [""]

@@ -59,7 +59,7 @@ def test_an_unknown_name_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(MismatchError) as raised:
         meanings_of("rollout_prob_diff_mean")
     assert "rollout_probs_diff_mean" in raised.value.fix
-    done = mismatch("explain", "k3", "--json", cwd=tmp_path)
+    done = mismatch("explain", "k3", "--format", "json", cwd=tmp_path)
     assert json.loads(done.stdout)["meanings"][0]["kind"] == "word"
     assert mismatch("explain", "no such name", cwd=tmp_path).returncode == 2
 

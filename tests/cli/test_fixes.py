@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from mismatch.cli.main import app
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.catalogue import FIXES, HIDES
+from tests import frozen
 
 MODEL = ("--model", "tiny-gpt-oss")
 
@@ -21,7 +22,7 @@ def invoke(*arguments):
 
 
 def listed(*arguments):
-    document = json.loads(invoke("--json", *arguments))
+    document = json.loads(invoke("--format", "json", *arguments))
     assert document["schema"] == "mismatch.fixes/1"
     return {row["id"]: row for row in document["fixes"]}
 
@@ -50,13 +51,24 @@ def test_a_model_decides_what_applies():
     assert "Which apply depends" not in text
 
 
-def test_the_flags_of_the_check_decide_too():
-    rows = listed(*MODEL, "--attention", "no-sinks", "--temperature", "0.7", "--layout", "packing")
+def test_the_flags_of_the_check_decide_too(tmp_path):
+    file = tmp_path / "check.toml"
+    file.write_text('attention = "no-sinks"\ntemperature = 0.7\nlayout = "packing"\n')
+    rows = listed(*MODEL, "--config", str(file))
     assert rows["attention-sinks"]["applies"]
     assert rows["temperature"]["reason"] != listed(*MODEL)["temperature"]["reason"]
     assert rows["no-packing"]["applies"]
-    cached = listed(*MODEL, "--engine-arg", "kv_cache_dtype=fp8")
-    assert cached["bf16-kv-cache"]["applies"]
+    file.write_text('model = "tiny-gpt-oss"\nengine-arg = "kv_cache_dtype=fp8"\n')
+    assert listed("--config", str(file))["bf16-kv-cache"]["applies"]
+
+
+def test_a_run_decides_too(tmp_path):
+    run = frozen.unpack("no-sinks", tmp_path)
+    assert listed("--like", str(run))["attention-sinks"]["applies"]
+    run = frozen.unpack("clean", tmp_path)
+    assert not listed("--like", str(run))["attention-sinks"]["applies"]
+    with pytest.raises(MismatchError, match="--like RUN"):
+        invoke("--like", str(run), *MODEL)
 
 
 def test_of_two_values_one_may_apply():

@@ -24,22 +24,22 @@ OTHERS = {
 }
 
 
-def plan(tmp_path, flag, text):
+def plan(tmp_path, name, text):
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    command = ["check", "--model", "tiny-gpt-oss", "--dry-run", flag, path]
+    command = ["check", "--model", "tiny-gpt-oss", "--dry-run", "--framework-config", path]
+    command += ["--framework", name, "--own-loop"] if name else []
     return mismatch(*command, "--max-tokens", 64, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("whose", OTHERS)
 def test_a_file_of_another_framework_is_refused_by_its_name(tmp_path, whose):
-    done = plan(tmp_path, "--trl-config", OTHERS[whose])
+    done = plan(tmp_path, "trl", OTHERS[whose])
     assert done.returncode == 2
     name = whose.partition(" ")[0]
     assert f"configuration of {name}" in done.stderr
-    takes = name in ("NeMo-RL", "SkyRL", "prime-rl", "slime", "OpenRLHF")
-    assert ("--framework-config" in done.stderr) == takes
-    assert ("--verl-config" in done.stderr) == (whose == "verl")
+    takes = name in ("NeMo-RL", "SkyRL", "prime-rl", "slime", "OpenRLHF", "verl")
+    assert (f"fix: --framework {name.lower()}" in done.stderr) == takes
 
 
 def test_where_a_framework_is_known_by_was_read_in_its_source():
@@ -50,7 +50,7 @@ def test_where_a_framework_is_known_by_was_read_in_its_source():
 
 @pytest.mark.parametrize("key", ["temprature", "num_generation", "max_completion_lenght"])
 def test_a_mistyped_key_is_refused(tmp_path, key):
-    done = plan(tmp_path, "--trl-config", f"num_generations: 8\n{key}: 1\n")
+    done = plan(tmp_path, "trl", f"num_generations: 8\n{key}: 1\n")
     assert done.returncode == 2
     assert f"{key} is no key" in done.stderr
     assert "did you mean" in done.stderr
@@ -58,7 +58,7 @@ def test_a_mistyped_key_is_refused(tmp_path, key):
 
 def test_what_is_not_reproduced_is_in_the_plan(tmp_path):
     text = "use_peft: true\ngeneration_kwargs: {min_tokens: 5, min_p: 0.1}\nlora_r: 8\n"
-    done = plan(tmp_path, "--trl-config", text)
+    done = plan(tmp_path, "trl", text)
     said = [line.strip() for line in done.stdout.splitlines() if "not reproduced" in line]
     assert any("use_peft = True" in line for line in said)
     assert any("min_tokens = 5" in line for line in said)
@@ -68,7 +68,7 @@ def test_what_is_not_reproduced_is_in_the_plan(tmp_path):
 def test_the_plan_says_what_became_of_every_key_of_a_framework_s_file(tmp_path):
     text = "trainer: {policy: {model: {path: tiny-gpt-oss, lora: {rank: 8}}}, warp_drive: 9}\n"
     text += "generator: {sampling_params: {temperature: 0.5, top_pp: 1}, n_samples_per_prompt: 2}\n"
-    done = plan(tmp_path, "--framework-config", text)
+    done = plan(tmp_path, "", text)
     assert done.returncode == 0
     assert "temperature = 0.5" in done.stdout
     lines = [line for line in done.stdout.splitlines() if "not reproduced" in line]

@@ -168,13 +168,13 @@ def test_a_verl_config_runs_no_code_that_nobody_asked_for(asked: str, tmp_path: 
     tree["actor_rollout_ref"]["rollout"] |= {"tensor_model_parallel_size": 1, "dtype": "bfloat16"}
     section, key = place.split(".")
     tree["actor_rollout_ref"][section][key] = yaml.safe_load(value)
-    refused(["--verl-config", yaml.safe_dump(tree)], CODE_OF_VERL[asked], tmp_path)
+    refused(["--framework-config", yaml.safe_dump(tree)], CODE_OF_VERL[asked], tmp_path)
 
 
 @pytest.mark.parametrize("asked", first(dict(reversed(CODE_OF_TRL.items())), 1))
 def test_a_trl_config_runs_no_code_that_nobody_asked_for(asked: str, tmp_path: Path) -> None:
     text = f"model_name_or_path: tiny-gpt-oss\nmax_completion_length: 8\n{asked}\n"
-    refused(["--trl-config", text], CODE_OF_TRL[asked], tmp_path)
+    refused(["--framework-config", text], CODE_OF_TRL[asked], tmp_path)
 
 
 def refused(given: list[str], flag: str, folder: Path) -> None:

@@ -82,7 +82,7 @@ DEEP = "x = " + "[" * 5000 + "]" * 5000
 FILES = {
     "deep config": ("--config", "c.toml", DEEP),
     "deep levels": ("--thresholds", "t.toml", DEEP),
-    "deep verl config": ("--verl-config", "v.yaml", "a: " + "[" * 5000 + "]" * 5000),
+    "deep configuration": ("--framework-config", "v.yaml", "a: " + "[" * 5000 + "]" * 5000),
     "a flag twice": ("--config", "c.toml", "max_tokens = 3\nmax-tokens = 4\n"),
 }
 

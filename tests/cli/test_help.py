@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from mismatch.cli.main import GROUPS, MOST_FLAGS, app, summaries
 
 NAMES = [*summaries()]
+MOST_IN_ALL = 75  # flags of a command
 
 
 def help_of(command: str, columns: int, flag: str = "--help") -> str:
@@ -23,10 +24,11 @@ def help_of(command: str, columns: int, flag: str = "--help") -> str:
     return shown.output
 
 
-def options_of(command: str) -> list[str]:
-    """The flags of a command."""
+def options_of(command: str, rare: bool = False) -> list[str]:
+    """The flags of a command, or the settings that its help only names."""
     parameters = get_command(app).get_command(None, command).params  # type: ignore[attr-defined, arg-type]
-    return [each.opts[0] for each in parameters if each.param_type_name == "option"]
+    options = [each for each in parameters if each.param_type_name == "option"]
+    return [each.opts[0] for each in options if each.hidden == rare]
 
 
 def flags_in(text: str) -> set[str]:
@@ -44,6 +46,10 @@ def test_help_shows_few_flags_and_help_all_every_one(command: str) -> None:
     every = {*options_of(command), "--help"}
     shown, whole = flags_in(help_of(command, 100)), flags_in(help_of(command, 100, "--help-all"))
     assert whole == every
+    assert len(every) <= MOST_IN_ALL
+    named = help_of(command, 100, "--help-all").partition("Settings of a --config file:")[2]
+    for flag in options_of(command, rare=True):
+        assert re.search(rf"\b{flag[2:].replace('-', '_')}\b", named)
     if len(every) > MOST_FLAGS:
         assert len(shown - {"--help", "--help-all"}) <= 25
         assert "--help-all" in shown

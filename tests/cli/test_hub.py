@@ -22,7 +22,7 @@ from tests.scripted_hub import Hub, serving
 from ..command import mismatch
 
 NAME = "some-org/tiny"
-QUICK = "--quick --engine transformers --num-prompts 2 --samples-per-prompt 2 --max-tokens 8"
+QUICK = "--depth quick --engine transformers --num-prompts 2 --samples-per-prompt 2 --max-tokens 8"
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
 
 

@@ -41,7 +41,7 @@ def test_the_list_has_every_metric_with_unit_kind_and_level(monkeypatch):
 
 
 def test_json():
-    document = json.loads(mismatch("metrics", "--json").stdout)
+    document = json.loads(mismatch("metrics", "--format", "json").stdout)
     assert document["schema"] == "mismatch.metrics/2"
     rows = {row["name"]: row for row in document["metrics"]}
     assert list(rows) == list(METRICS)

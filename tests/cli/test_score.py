@@ -49,7 +49,7 @@ def test_the_effect_of_a_form_is_passed_on(tmp_path, scored, monkeypatch):
     monkeypatch.setattr(
         "mismatch.pipeline.commands.run_score", lambda spec, *args: seen.append(spec)
     )
-    flags = ["score", str(tmp_path), "--weights-effect", "mxfp4-rounded", "--trust-run"]
+    flags = ["score", str(tmp_path), "--weights", "effect=mxfp4-rounded", "--trust-run"]
     assert CliRunner().invoke(app, flags).exit_code == 0
     assert seen[-1].weights_effect == "mxfp4-rounded"
 

@@ -53,7 +53,8 @@ def flags(**given: object) -> Flags:
         ("engine", ["vllm"]),
         ("tensor_parallel_size", 2),
         ("max_model_len", 64),
-        ("rollout_weights", "bf16"),
+        ("weights", ["engine=bf16"]),
+        ("python", ["engine=x/python"]),
     ],
 )
 def test_flags_of_an_engine_of_ours_are_refused(name: str, value: object) -> None:

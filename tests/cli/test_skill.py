@@ -56,7 +56,7 @@ def run_in(place: Path, command: str) -> Any:
 def test_its_commands_run(place: Path, command: str) -> None:
     done = run_in(place, command)
     assert done.returncode in (0, 1), done.stderr
-    prints = {"json", "gates", "--json"}.intersection(command.split())
+    prints = {"json", "gates"}.intersection(command.split())
     if prints and not any(start in command for start in STARTS):
         json.loads(done.stdout)
 
@@ -72,7 +72,7 @@ def leaves(value: Any, path: str = "") -> set[str]:
 
 
 def test_fields_and_words_that_it_names_exist(tmp_path: Path) -> None:
-    done = mismatch("check", "--model", "tiny-gpt-oss", "--dry-run", "--json")
+    done = mismatch("check", "--model", "tiny-gpt-oss", "--dry-run", "--format", "json")
     known = leaves(json.loads(done.stdout))
     for name in ("no-sinks", "clean"):
         known |= leaves(frozen.report_of(frozen.unpack(name, tmp_path)))

@@ -64,7 +64,7 @@ DATA: dict[type, frozenset[str]] = {
 
 
 HOSTILE = {
-    "interpreter": ({"python": "run/x"}, {}, "--engine-python"),
+    "interpreter": ({"python": "run/x"}, {}, "--python"),
     "environment": ({"env": (("LD_PRELOAD", "run/x.so"),)}, {}, "LD_PRELOAD"),
     "engine argument": ({"args": (("worker_cls", "run.x"),)}, {}, "worker_cls"),
     "remote code of the engine": ({"trust_remote_code": True}, {}, "--trust-remote-code"),

@@ -84,7 +84,7 @@ TINY_SAMPLING = (
     *("--model", "tiny-gpt-oss", "--engine", "transformers"),
     *("--num-prompts", "4", "--samples-per-prompt", "2", "--max-tokens", "16"),
 )
-TINY_RUN = (*TINY_SAMPLING, "--nproc-per-node", "2", "--quick")
+TINY_RUN = (*TINY_SAMPLING, "--nproc-per-node", "2", "--depth", "quick")
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,7 @@ def test_a_run_goes_on_in_the_users_environment_until_that_changes(
         assert again.returncode == done.returncode, again.stdout + again.stderr
         now = entries(run)
         assert {name: now[name] for name in scored} == scored  # nothing was made again
-    scores = ("score", run, "--train-python", user.python, "--nproc-per-node", "1")
+    scores = ("score", run, "--python", f"train={user.python}", "--nproc-per-node", "1")
     for _ in range(2):
         again = base(*scores)
         assert again.returncode == 0, again.stdout + again.stderr
@@ -79,7 +79,7 @@ def test_a_run_goes_on_in_the_users_environment_until_that_changes(
 
 
 def test_a_chat_template_is_examined_without_transformers(base: Command) -> None:
-    done = base("template", "--model", "tiny-gpt-oss", "--json")
+    done = base("template", "--model", "tiny-gpt-oss", "--format", "json")
     assert done.returncode == 0, done.stderr
     (report,) = json.loads(done.stdout)["templates"]
     assert report["checks"]

@@ -314,7 +314,7 @@ def test_a_page_runs_as_written(
 # After a finished check, what a user of a framework does next.
 STORY = (
     "mismatch check --resume RUN --trust-run",
-    "mismatch score RUN --scorer verl --train-python ~/verl/bin/python",
+    "mismatch score RUN --scorer verl --python train=~/verl/bin/python",
     "mismatch compare RUN",
     "mismatch report RUN",
 )

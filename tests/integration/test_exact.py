@@ -18,7 +18,16 @@ from tests.exact_pair import EXPECTED, PLANTS
 from tests.integration.conftest import Run, run_check
 
 TINY = (
-    *("--model", "tiny-gpt-oss", "--engine", "transformers", "--nproc-per-node", "1", "--quick"),
+    *(
+        "--model",
+        "tiny-gpt-oss",
+        "--engine",
+        "transformers",
+        "--nproc-per-node",
+        "1",
+        "--depth",
+        "quick",
+    ),
     *("--num-prompts", "6", "--samples-per-prompt", "2", "--max-tokens", "16"),
     *("--context-length", "0", "--micro-batch-tokens", "1", "--fail-on", "broken"),
 )
@@ -64,7 +73,16 @@ def test_a_check_of_the_exact_pair_counts_no_unequal_token(tmp_path: Path, dtype
     command = [sys.executable, "-m", "mismatch", "compare", str(run.directory), *sides]
     done = subprocess.run([*command, "--require", "exact"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    located = [sys.executable, "-m", "mismatch", "locate", str(run.directory), "--exact", "--json"]
+    located = [
+        sys.executable,
+        "-m",
+        "mismatch",
+        "locate",
+        str(run.directory),
+        "--exact",
+        "--format",
+        "json",
+    ]
     found = subprocess.run(located, capture_output=True, text=True, timeout=500)
     phases = {each["phase"]: each for each in json.loads(found.stdout)["phases"]}
     assert not any(site["unequal_values"] for site in phases["prefill"]["sites"]), found.stderr
@@ -119,7 +137,7 @@ def test_vllm_on_a_cpu_is_counted_and_its_first_module_is_named(
     assert (pair["unequal"], pair["n"]) == (unequal, len(sides[0].logprobs))
     run = tmp_path / "run"
     shutil.copytree(default_run.directory, run)
-    command = [sys.executable, "-m", "mismatch", "locate", str(run), "--exact", "--json"]
+    command = [sys.executable, "-m", "mismatch", "locate", str(run), "--exact", "--format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     document = json.loads(done.stdout)
     (prefill,) = document["phases"]

@@ -130,7 +130,7 @@ def test_ctrl_c_leaves_nothing_running(tmp_path, session):
     assert_ended(process, tmp_path / "run", "interrupted", "fix:")
 
 
-FIXED = (*TINY_SAMPLING, "--quick", "--nproc-per-node", "1", "--fix", "fp32-lm-head")
+FIXED = (*TINY_SAMPLING, "--depth", "quick", "--nproc-per-node", "1", "--fix", "fp32-lm-head")
 
 
 @pytest.mark.grid
@@ -362,7 +362,7 @@ def test_the_engine_runs_under_the_interpreter_that_was_named(tmp_path):
     command = [sys.executable, "-m", "mismatch", "rollout", "--model", "tiny-gpt-oss"]
     command += ["--num-prompts", "1", "--max-tokens", "4", "--out", str(tmp_path / "run")]
     done = subprocess.run(
-        [*command, "--vllm-python", str(python)], capture_output=True, text=True, timeout=300
+        [*command, "--python", f"vllm={python}"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "rollout.parquet").exists()

@@ -20,7 +20,16 @@ EXAMPLE = PACKAGE.parent / "examples" / "tiny-gpt-oss-no-sinks"
 FEATURES = [feature.name for feature in built_in()]
 TINY = (
     *("--model", "tiny-gpt-oss", "--engine", "transformers", "--num-prompts", "4"),
-    *("--samples-per-prompt", "2", "--max-tokens", "8", "--nproc-per-node", "1", "--quick"),
+    *(
+        "--samples-per-prompt",
+        "2",
+        "--max-tokens",
+        "8",
+        "--nproc-per-node",
+        "1",
+        "--depth",
+        "quick",
+    ),
 )
 
 
@@ -75,5 +84,7 @@ def test_a_stored_report_and_a_plan_need_no_feature(gone: list[str], tmp_path: P
     assert shown.returncode in (0, 1), shown.stderr
     assert (stored / "report.html").exists()
     if gone == FEATURES:
-        plan = run(env, tmp_path, "check", "--model", "tiny-gpt-oss", "--quick", "--dry-run")
+        plan = run(
+            env, tmp_path, "check", "--model", "tiny-gpt-oss", "--depth", "quick", "--dry-run"
+        )
         assert plan.returncode == 0, plan.stderr

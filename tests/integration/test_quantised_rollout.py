@@ -33,7 +33,7 @@ FEW = ("--num-prompts", "8", "--samples-per-prompt", "2", "--max-tokens", "24")
 
 @pytest.fixture(scope="module")
 def quantised_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    forms = ("--rollout-weights", "mxfp4-rounded", "--weights-effect", "mxfp4-rounded")
+    forms = ("--weights", "engine=mxfp4-rounded", "--weights", "effect=mxfp4-rounded")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MISMATCH_CACHE", str(tmp_path_factory.mktemp("cache")))
         run = run_check(tmp_path_factory.mktemp("quantised") / "run", *FLOAT32, *FEW, *forms)
@@ -83,7 +83,7 @@ def test_published_experts_are_served_in_bf16_and_equal_the_trainers(tmp_path: P
         (released / derived.RECORD).unlink()  # as if it had been published so
         run = run_check(
             tmp_path / "run",
-            *("--model", str(released), "--rollout-weights", "bf16"),
+            *("--model", str(released), "--weights", "engine=bf16"),
             *(*FLOAT32, *FEW, "--no-prefill"),
         )
     run.require_judged()
@@ -100,7 +100,7 @@ def test_gpt_oss_by_name_is_checked_and_trained_from_a_hub_without_network(tmp_p
         patch.setenv("HF_HOME", str(tmp_path / "hub"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         offline_hub(tmp_path / "hub", NARROW)
-        by_name = ("--model", "gpt-oss-20b", "--rollout-weights", "bf16")
+        by_name = ("--model", "gpt-oss-20b", "--weights", "engine=bf16")
         run = run_check(tmp_path / "run", *by_name, *FEW)
         run.require_judged()
         square = run.report["square"]
@@ -122,13 +122,13 @@ def test_a_cpu_engine_refuses_mxfp4_before_anything_starts(tmp_path: Path) -> No
     released = make_mxfp4(tmp_path / "released", tmp_path / "plain")
     for flags in (
         ["--model", str(released)],
-        ["--model", "tiny-gpt-oss", "--rollout-weights", "mxfp4"],
+        ["--model", "tiny-gpt-oss", "--weights", "engine=mxfp4"],
     ):
         command = check_command(tmp_path / "run", *flags)
         done = subprocess.run(command, capture_output=True, text=True, timeout=540)
         assert done.returncode == 2
         assert "MXFP4" in done.stderr
-        assert "--rollout-weights bf16" in done.stderr
+        assert "--weights engine=bf16" in done.stderr
         assert not (tmp_path / "run" / "logs").exists()
 
 
@@ -140,7 +140,7 @@ def test_what_fp8_matrices_cost_is_measured_apart(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MISMATCH_CACHE", str(tmp_path / "cache"))
         models = ("--model", str(fp8), "--train-model", str(original))
-        forms = ("--rollout-weights", "bf16", "--weights-effect", "bf16")
+        forms = ("--weights", "engine=bf16", "--weights", "effect=bf16")
         run = run_check(tmp_path / "run", *models, *FLOAT32, *FEW, *forms)
     run.require_judged()
     whole = _comparison(run, "vllm:decode", "fsdp")["logprob_abs_diff_mean"]

@@ -120,7 +120,7 @@ def scored_again(
         for path in (run / "scores").glob(f"{kind}*"):
             path.unlink()
     python, scorer = flags[1], flags[3]
-    given = ("--scorer", scorer, "--scorer-config", file, "--train-python", python)
+    given = ("--scorer", scorer, "--scorer-config", file, "--python", f"train={python}")
     done = mismatch("score", run, *given, cwd=folder, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     done = mismatch("compare", run, cwd=folder, timeout=120)
@@ -153,7 +153,7 @@ def test_both_files_that_trl_makes_are_followed_by_its_own_code(tmp_path: Path) 
     assert len(given) > 5  # the defaults of other keys differ between releases of transformers
     assert {key: document[key] for key in given} == {key: sample[key] for key in given}
     own = ("--python", python, "--scorer", "trl")
-    flags = ("--trl-config", str(script), "--attention", "eager")
+    flags = ("--framework", "trl", "--framework-config", str(script), "--attention", "eager")
     report = checked(tmp_path / "run", *own, *flags, code=1)
     failed = [check["id"] for check in report["checks"] if check["status"] == "failed"]
     assert failed == ["truncation"]  # the script samples with top_k: 50, and TRL's trainer does not
@@ -271,7 +271,7 @@ def compared(
     framework: str, loss: str, folder: Path, code: int, version: str = ""
 ) -> dict[str, Any]:
     python = bare_python(framework, version or LOSSES[framework])
-    flags = ("--framework", loss, "--python", python, "--json")
+    flags = ("--framework", loss, "--python", python, "--format", "json")
     done = mismatch("losses", *flags, cwd=folder)
     assert done.returncode == code, done.stdout + done.stderr
     document: dict[str, Any] = json.loads(done.stdout)

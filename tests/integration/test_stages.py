@@ -42,7 +42,9 @@ def made_apart(tmp_path_factory):
     assert not list((here / "run").glob("scores/fsdp*"))
     shutil.move(here / "run", elsewhere / "run")
     model = shutil.copytree(EMBEDDED["tiny-gpt-oss"], elsewhere / "model")
-    mismatch("score", "run", "--model", model, "--nproc-per-node", 1, "--quick", cwd=elsewhere)
+    mismatch(
+        "score", "run", "--model", model, "--nproc-per-node", 1, "--depth", "quick", cwd=elsewhere
+    )
     return elsewhere / "run"
 
 
@@ -60,7 +62,15 @@ def test_what_is_scored_already_is_not_scored_again(made_apart):
     before = {p: p.stat().st_mtime_ns for p in made_apart.glob("scores/*")}
     model = made_apart.parent / "model"
     output = mismatch(
-        "score", "run", "--model", model, "--nproc-per-node", 1, "--quick", cwd=made_apart.parent
+        "score",
+        "run",
+        "--model",
+        model,
+        "--nproc-per-node",
+        1,
+        "--depth",
+        "quick",
+        cwd=made_apart.parent,
     )
     assert "there already" in output
     assert {p: p.stat().st_mtime_ns for p in made_apart.glob("scores/*")} == before

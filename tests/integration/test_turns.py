@@ -41,7 +41,7 @@ class Game:
 
 @pytest.fixture(scope="module")
 def turns(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_check(tmp_path_factory.mktemp("turns") / "run", *TURNS, "--quick")
+    return run_check(tmp_path_factory.mktemp("turns") / "run", *TURNS, "--depth", "quick")
 
 
 def test_both_sides_agree_on_every_turn(turns: Run) -> None:
@@ -94,7 +94,7 @@ def test_without_a_prefix_cache_every_turn_is_cold(turns: Run) -> None:
 
 @pytest.mark.grid
 def test_later_turns_are_read_from_the_prefix_cache(tmp_path: Path) -> None:
-    run = run_check(tmp_path / "run", *TURNS, "--quick", "--no-routing")
+    run = run_check(tmp_path / "run", *TURNS, "--depth", "quick", "--no-routing")
     table = run.report["comparisons"][0]["breakdowns"]["by_cache"]
     assert table["turns"][-1] == "later, hit"
     rollout = store.load_rollout(run.directory)
@@ -114,7 +114,7 @@ def test_later_turns_are_read_from_the_prefix_cache(tmp_path: Path) -> None:
 def test_an_environment_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "games.py").write_text(GAME)
     monkeypatch.chdir(tmp_path)
-    flags = ("--engine", "transformers", "--quick", "--environment", "games:Game")
+    flags = ("--engine", "transformers", "--depth", "quick", "--environment", "games:Game")
     run = run_check(tmp_path / "run", "--model", "tiny-gpt-oss", *flags, *FEW)
     assert run.code in (0, 1)
     rollout = store.load_rollout(run.directory)
@@ -129,7 +129,7 @@ def test_the_example_code_tool_runs_from_pythonpath(
 ) -> None:
     examples = Path(__file__).parent.parent.parent / "examples" / "environments"
     monkeypatch.setenv("PYTHONPATH", str(examples), prepend=os.pathsep)
-    flags = ("--engine", "transformers", "--quick", "--environment", "code_tool:Python")
+    flags = ("--engine", "transformers", "--depth", "quick", "--environment", "code_tool:Python")
     run = run_check(tmp_path / "run", "--model", "tiny-gpt-oss-tools", *flags, *FEW)
     assert run.code in (0, 1)
     rollout, texts = store.load_rollout(run.directory), store.load_vocabulary(run.directory)

@@ -134,8 +134,8 @@ def test_the_command_says_so_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda place: Usage(2000, 1000, 1000))
     flags = ["--engine", "transformers", "--model", models["plain"], "--num-prompts", "2"]
-    flags += ["--rollout-weights", "mxfp4-rounded", "--out", "run"]
-    for more in (["--dry-run", "--json"], []):
+    flags += ["--weights", "engine=mxfp4-rounded", "--out", "run"]
+    for more in (["--dry-run", "--format", "json"], []):
         monkeypatch.setattr("sys.argv", ["mismatch", "check", *flags, *more])
         with pytest.raises(SystemExit) as ended:
             main.main()

@@ -195,7 +195,7 @@ def test_packed_experts_on_a_cpu_are_refused_before_anything_is_fetched(
     for model in ("openai/gpt-oss-20b", str(made)):
         with pytest.raises(MismatchError) as refused:
             vllm_args.require_machine(EngineSpec(model=model))
-        assert "--rollout-weights bf16" in refused.value.fix
+        assert "--weights engine=bf16" in refused.value.fix
         vllm_args.require_machine(EngineSpec(model=model, weights="bf16"))
     monkeypatch.setattr(vllm_args, "is_cpu_build", lambda: False)
     vllm_args.require_machine(EngineSpec(model=str(made)))

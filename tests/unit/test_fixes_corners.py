@@ -119,7 +119,7 @@ def test_a_run_without_float32_passes_leaves_it_open_too(tmp_path: Path) -> None
         rollout=RolloutSpec(engine=EngineSpec(model="m")), train=TrainSpec(model="m"), quick=True
     )
     for corners, word in (
-        (corners_of(tmp_path / "quick", quick), "--quick"),
+        (corners_of(tmp_path / "quick", quick), "--depth quick"),
         (corners_of(tmp_path / "bare", without="reference:fp32"), "no float32 reference"),
     ):
         checks, unmeasured = corners.correctness(sides, comparison, PRECISE)

@@ -83,7 +83,7 @@ def test_mxfp4_in_float32_is_refused_before_it_runs(engine: str) -> None:
     assert serves_mxfp4(spec)
     with pytest.raises(MismatchError) as refused:
         check_machine(spec)
-    assert "--rollout-weights bf16" in refused.value.fix
+    assert "--weights engine=bf16" in refused.value.fix
     check_machine(replace(spec, weights="bf16"))
 
 

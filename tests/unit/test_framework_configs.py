@@ -37,9 +37,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     be_on(monkeypatch)
 
 
-def follow(path: Path | str, **options: set[str]) -> FollowedFile:
-    name, _, source = read_framework_config(str(path))
-    assert source is not None
+def follow(path: Path | str, framework: str = "", **options: set[str]) -> FollowedFile:
+    name, source = read_framework_config(Path(path), framework)
     return follow_other(name, source, CheckSpec(), **options)
 
 
@@ -70,8 +69,7 @@ def test_both_sides_are_as_the_file_says(name: str) -> None:
         assert dict(engine.args)["enforce_eager"] is True
     layout = "padding" if name == "slime" else "packing"
     assert (followed.spec.train.dtype, followed.spec.train.layout) == ("bf16", layout)
-    _, _, source = read_framework_config(str(EXAMPLES[name]))
-    assert source is not None
+    _, source = read_framework_config(EXAMPLES[name])
     assert model_of(name, source) == "tiny-gpt-oss"
     assert followed.spec.preset.startswith(table(f"{name}_keys")["title"])
     assert followed.spec.not_reproduced == tuple(dict.fromkeys(followed.not_reproduced))
@@ -190,25 +188,27 @@ def test_a_file_that_was_cut_off_anywhere_is_followed_or_refused(name: str, tmp_
     for end in range(0, len(text), 31):
         path.write_text(text[:end], encoding="utf-8")
         with suppress(MismatchError):
-            follow(f"{name}:{path}")
+            follow(path, name)
             followed += 1
     assert followed
 
 
 def test_whose_file_it_is(tmp_path: Path) -> None:
     for name, path in EXAMPLES.items():
-        assert read_framework_config(str(path))[0] == name
-        assert read_framework_config(f"{name}:{path}")[0] == name
+        assert read_framework_config(path)[0] == name
+        assert read_framework_config(path, name)[0] == name
         other = next(each for each in OTHERS if each != name)
         with pytest.raises(MismatchError, match="by its keys"):
-            read_framework_config(f"{other}:{path}")
+            read_framework_config(path, other)
     verl = tmp_path / "verl.yaml"
     verl.write_text("actor_rollout_ref: {model: {path: a}}\ndata: {a: 1}\n")
-    assert read_framework_config(str(verl)) == ("verl", verl, None)
-    assert read_framework_config(f"trl:{verl}") == ("trl", verl, None)
+    with pytest.raises(MismatchError, match="is not complete"):  # verl's own reader
+        read_framework_config(verl)
+    with pytest.raises(MismatchError, match="configuration of verl"):
+        read_framework_config(verl, "trl")
     few = tmp_path / "few.yaml"
     few.write_text("policy: {precision: float16}\n")
-    assert follow(f"nemo-rl:{few}").spec.train.dtype == "fp16"
+    assert follow(few, "nemo-rl").spec.train.dtype == "fp16"
 
 
 def test_the_flag_sets_a_check_also_of_trl(tmp_path: Path) -> None:
@@ -218,15 +218,16 @@ def test_the_flag_sets_a_check_also_of_trl(tmp_path: Path) -> None:
         flags.explicit = frozenset(given)
         return configured(check_spec(flags), flags)[0]
 
-    spec = spec_of(framework_config=str(EXAMPLES["nemo-rl"]))
+    spec = spec_of(framework_config=EXAMPLES["nemo-rl"])
     assert spec.train.model.endswith("tiny-gpt-oss")
     assert (spec.rollout.sampling.temperature, spec.train.autocast) == (0.7, "bf16")
     assert any("LoRA" in line for line in spec.not_reproduced)
     grpo = tmp_path / "grpo.yaml"
     grpo.write_text("model_name_or_path: tiny-gpt-oss\ntemperature: 0.9\n")
-    assert spec_of(framework_config=f"trl:{grpo}").rollout.sampling.temperature == 0.9
-    with pytest.raises(MismatchError, match="both describe"):
-        spec_of(framework_config=str(EXAMPLES["skyrl"]), trainer="skyrl")
+    given = spec_of(framework="trl", framework_config=grpo)
+    assert (given.rollout.sampling.temperature, given.train.scorer) == (0.9, "trl")
+    with pytest.raises(MismatchError, match="configuration of SkyRL"):
+        spec_of(framework="nemo-rl", framework_config=EXAMPLES["skyrl"])
 
 
 def test_variables_of_a_script(tmp_path: Path) -> None:

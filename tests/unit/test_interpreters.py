@@ -49,7 +49,7 @@ def test_an_environment_is_read_without_importing_from_it(tmp_path: Path) -> Non
 def test_what_is_missing_is_named_with_its_command(tmp_path: Path) -> None:
     python = environment(tmp_path, numpy="2.0.1")
     with pytest.raises(MismatchError) as caught:
-        require_modules(python, "--train-python", ("numpy", "torch"), "the trainer")
+        require_modules(python, "--python train=", ("numpy", "torch"), "the trainer")
     assert "torch" in caught.value.message
     assert "numpy" not in caught.value.message
     assert caught.value.fix.startswith(f"{python} -m pip")

@@ -162,4 +162,4 @@ def test_a_plan_of_a_sync_counts_what_a_push_can_change() -> None:
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("numbers"))
     pushed, packed = (int(word.replace(",", "")) for word in line.split() if word[0].isdigit())
     assert (pushed, packed) == (1_804_459_584, 19_110_297_600)
-    assert "--rollout-weights bf16" in line
+    assert "--weights engine=bf16" in line

@@ -385,7 +385,7 @@ def test_a_loop_serves_packed_experts_in_bf16_alone(tmp_path: Path) -> None:
     for engine in ({"weights": "mxfp4-rounded"}, {"model": packed}):
         with pytest.raises(MismatchError) as caught:
             serve(**engine)
-        assert "--rollout-weights bf16" in caught.value.fix
+        assert "--weights engine=bf16" in caught.value.fix
     assert serve(model=packed, weights="bf16").check.train.weights == "bf16"
     assert serve().check.train.weights == spec.train.weights
 

@@ -132,7 +132,7 @@ def test_your_own_function(tmp_path, monkeypatch, bug, code) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(
-        app, ["losses", "--framework", "mine:right", "--json"], standalone_mode=False
+        app, ["losses", "--framework", "mine:right", "--format", "json"], standalone_mode=False
     )
     assert done.return_value == code, done.output
     document = json.loads(done.output)

@@ -204,7 +204,7 @@ def test_a_part_of_a_name_is_no_gpu(text: str) -> None:
 
 
 def test_json_prints_the_plan_alone_and_belongs_to_a_dry_run() -> None:
-    asked = ["check", "--model", "tiny-gpt-oss", "--json"]
+    asked = ["check", "--model", "tiny-gpt-oss", "--format", "json"]
     shown = CliRunner().invoke(app, [*asked, "--dry-run", "--gpus", "H200"])
     assert shown.exit_code == 0
     document = json.loads(shown.stdout)

@@ -365,14 +365,14 @@ def test_forms_that_the_trainer_cannot_get_are_refused_before_anything_starts(
     for spec in (_asked(dense, "mxfp4-rounded"), _asked(dense, weights="mxfp4-rounded")):
         with pytest.raises(MismatchError, match="holds no experts"):
             require_forms(spec)
-    with pytest.raises(MismatchError, match="--weights-effect mxfp4-rounded:"):
+    with pytest.raises(MismatchError, match="--weights effect=mxfp4-rounded:"):
         require_forms(_asked(moe, "mxfp4-rounded", weights="mxfp4-rounded"))
 
 
 def test_the_effect_belongs_to_the_trainer_under_test(tmp_path: Path) -> None:
     save_rollout(tmp_path, rollout(((3, 2),)))
     spec = _asked(make("gpt_oss", tmp_path / "moe"), "mxfp4-rounded")
-    with pytest.raises(MismatchError, match=r"--weights-effect.*'fsdp'"):
+    with pytest.raises(MismatchError, match=r"--weights effect.*'fsdp'"):
         run_score(spec, tmp_path, MagicMock(), name="other")
 
 

@@ -170,7 +170,7 @@ def test_the_frameworks_settings_of_the_best_are_shown_once():
         ),
         (
             "processed-logprobs+rollout-bf16-weights",
-            "mismatch check … --rollout-weights bf16, without --engine-arg logprobs_mode"
+            "mismatch check … --weights engine=bf16, without --engine-arg logprobs_mode"
             " and --engine-arg quantization",
         ),
         (

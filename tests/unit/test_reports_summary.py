@@ -218,9 +218,12 @@ def test_a_check_that_wants_more_data_is_one_step_with_a_number() -> None:
 
 def test_without_float32_passes_the_first_step_is_to_make_them() -> None:
     report = make_report().with_analyses(square=None)
-    status = Answer("inconclusive", "the float32 passes were left out (--quick)")
+    status = Answer("inconclusive", "the float32 passes were left out (--depth quick)")
     verdict = replace(report.verdict, status="inconclusive", correctness=status)
-    for spec, flag in (({"quick": True}, "--quick"), ({"noise_floor": False}, "--no-noise-floor")):
+    for spec, flag in (
+        ({"quick": True}, "--depth quick"),
+        ({"noise_floor": False}, "--no-noise-floor"),
+    ):
         asked = replace(report, verdict=verdict, run={**report.run, "spec": spec})
         assert flag in summary.next_steps(asked)[0]
 

@@ -237,7 +237,7 @@ def test_a_dump_becomes_a_report_without_a_model(tmp_path: Path) -> None:
     assert report["recorded"]["rows"]["shared"][0]["values"] == ["3"]
     assert [step["step"] for step in report["recorded"]["steps"]] == [0, 1]
     assert report["verdict"]["correctness"]["status"] == "inconclusive"
-    assert "read-rollouts" in report["next"][0]  # and not "without --quick": nothing was left out
+    assert "read-rollouts" in report["next"][0]  # nothing was left out
     assert "replica 3" in (out / "report.html").read_text()
     one = mismatch("postmortem", dump, "--step", "1", "--out", tmp_path / "one")
     assert "120 sequences" in one.stdout + one.stderr

@@ -23,7 +23,7 @@ LEVELS = ("fits", "tight", "does not fit")
 
 
 def planned(model: str, machine: str, ranks: int, *flags: str) -> dict[str, Any]:
-    command = ("check", "--dry-run", "--json", "--model", model, "--gpus", machine)
+    command = ("check", "--dry-run", "--format", "json", "--model", model, "--gpus", machine)
     done = CliRunner().invoke(app, [*command, "--nproc-per-node", str(ranks), *flags])
     return json.loads(done.stdout)
 

@@ -160,7 +160,7 @@ def test_the_reference_holds_what_the_code_has() -> None:
     for name in ALIASES:
         assert f"| `{name}` |" in pages["reference/models.md"]
     for name in NAMES:
-        assert f"### `--trainer {name}`" in pages["reference/trainer-presets.md"]
+        assert f"### `--framework {name}`" in pages["reference/trainer-presets.md"]
     for item in schema()["$defs"].values():
         for field in item.get("properties", {}):
             assert f"| `{field}` |" in pages["reference/report-json.md"]

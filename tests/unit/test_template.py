@@ -127,7 +127,7 @@ def test_the_command_judges_several_models_by_the_worst(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path / "other")
     (tmp_path / "other" / "chat_template.jinja").write_text(FAULTS["white-space-kept"])
     flags = ("template", "--model", "tiny-gpt-oss", "--model", str(tmp_path / "other"))
-    done = mismatch(*flags, "--json")
+    done = mismatch(*flags, "--format", "json")
     assert done.returncode == 1, done.stderr
     document = json.loads(done.stdout)
     assert document["schema"] == "mismatch.template/2"

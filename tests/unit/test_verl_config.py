@@ -239,18 +239,25 @@ def test_train_files_that_are_here_become_the_prompts(tmp_path: Path) -> None:
     assert own.spec.rollout.prompts.dataset is None
 
 
+OVERRIDE = "--framework-override"
 ERRORS = {
-    "rollout.temperature=warm": ("rollout.temperature is warm, not a number", "--verl-override"),
-    "rollout.n=0": ("rollout.n is 0, not a positive whole number", "--verl-override"),
-    "rollout.n=true": ("rollout.n is True, not a positive whole number", "--verl-override"),
-    "rollout.dtype=int4": ("rollout.dtype is int4, not bf16, fp16 or fp32", "--verl-override"),
-    "rollout.enforce_eager=maybe": ("enforce_eager is maybe, not a switch", "--verl-override"),
+    "rollout.temperature=warm": (
+        "rollout.temperature is warm, not a number",
+        "--framework-override",
+    ),
+    "rollout.n=0": ("rollout.n is 0, not a positive whole number", OVERRIDE),
+    "rollout.n=true": ("rollout.n is True, not a positive whole number", OVERRIDE),
+    "rollout.dtype=int4": ("rollout.dtype is int4, not bf16, fp16 or fp32", OVERRIDE),
+    "rollout.enforce_eager=maybe": ("enforce_eager is maybe, not a switch", OVERRIDE),
     "rollout.name=trtllm": ("rollout.name is trtllm", "sglang"),
-    "rollout.engine_kwargs.vllm=3": ("engine_kwargs.vllm is 3, not a mapping", "--verl-override"),
-    "rollout.top_p=${data.nucleus}": ("data.nucleus", "--verl-override"),
-    "rollout.top_p=${oc.env:MISMATCH_NO_SUCH}": ("MISMATCH_NO_SUCH", "--verl-override"),
-    "rollout.top_p=${nowhere:%Y}": ("nowhere", "--verl-override"),
-    "rollout.top_p=${.top_p}": ("Recursive", "--verl-override"),
+    "rollout.engine_kwargs.vllm=3": (
+        "engine_kwargs.vllm is 3, not a mapping",
+        "--framework-override",
+    ),
+    "rollout.top_p=${data.nucleus}": ("data.nucleus", OVERRIDE),
+    "rollout.top_p=${oc.env:MISMATCH_NO_SUCH}": ("MISMATCH_NO_SUCH", OVERRIDE),
+    "rollout.top_p=${nowhere:%Y}": ("nowhere", OVERRIDE),
+    "rollout.top_p=${.top_p}": ("Recursive", OVERRIDE),
 }
 
 
@@ -267,7 +274,7 @@ def test_bad_values_name_their_key(tmp_path: Path, override: str) -> None:
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="No such file") as caught:
         read_verl_config(tmp_path / "nowhere.yaml")
-    assert "--verl-config" in caught.value.message
+    assert "--framework-config" in caught.value.message
     with pytest.raises(MismatchError, match=r"broken\.yaml.* line 3"):
         read_verl_config(_write(tmp_path, "a:\n  b: 1\n c: 2\n", "broken.yaml"))
     with pytest.raises(MismatchError, match="holds a list"):
@@ -333,7 +340,7 @@ def test_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "a: ${oc.env:MISMATCH_TEST_MODEL}\nb: x-${c.d}-${c.d}\nc:\n  d: 5\n  e: ${.d}\n"
         "f: ${oc.select:g.h,null}\ni: ???\nj: [1, '${c.d}']\nk: ${oc.select:c.d,9}\nl: ${c}\n"
     )
-    config = read_config("--verl-config", _write(tmp_path, text))
+    config = read_config("--framework-config", _write(tmp_path, text))
     values = [config.get(key) for key in "abfijkl"]
     assert values == ["org/name", "x-5-5", None, None, [1, 5], 5, {"d": 5, "e": 5}]
     assert config.get("no.such") is None
@@ -344,7 +351,7 @@ def test_a_variable_that_may_hold_a_secret_is_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_API_KEY", "verysecretvalue")
-    config = read_config("--verl-config", _write(tmp_path, "a: x/${oc.env:SOME_API_KEY}\n"))
+    config = read_config("--framework-config", _write(tmp_path, "a: x/${oc.env:SOME_API_KEY}\n"))
     with pytest.raises(MismatchError, match="SOME_API_KEY may") as caught:
         config.get("a")
     assert "verysecretvalue" not in str(caught.value)

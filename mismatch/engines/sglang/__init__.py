@@ -8,7 +8,7 @@ INFO = EngineInfo(
     packages=("sglang",),
     install_hint="in a separate environment, because its pins clash with vLLM's: `make env-sglang` "
     "in a clone; elsewhere pip install 'train-infer-mismatch[sglang]' there and name its "
-    "interpreter: --sglang-python ENV/bin/python",
+    "interpreter: --python sglang=ENV/bin/python",
     import_check="import sglang",
     preflight="mismatch.engines.sglang.wire:require_arguments",
     own_environment=True,

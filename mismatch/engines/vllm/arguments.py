@@ -67,8 +67,8 @@ def require_machine(spec: EngineSpec) -> None:
     if serves_mxfp4(spec) and spec.python is None and is_cpu_build():
         raise MismatchError(
             "vLLM has no kernels for MXFP4 experts on a CPU",
-            "serve the same values in bf16: --rollout-weights bf16, or of a bf16 checkpoint "
-            "--rollout-weights mxfp4-rounded",
+            "serve the same values in bf16: --weights engine=bf16, or of a bf16 checkpoint "
+            "--weights engine=mxfp4-rounded",
         )
     require_shared_memory(spec.tensor_parallel_size)
 

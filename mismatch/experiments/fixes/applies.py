@@ -108,7 +108,7 @@ NEEDS: dict[str, tuple[Callable[[Context], object], str]] = {
     ),
     "any-dtype": (
         lambda c: not _mxfp4_kernels(c),
-        "vLLM's MXFP4 experts compute in bf16 alone; with --rollout-weights bf16 it can run",
+        "vLLM's MXFP4 experts compute in bf16 alone; with --weights engine=bf16 it can run",
     ),
     "invariant-kernels": (
         lambda c: not _mxfp4_kernels(c),

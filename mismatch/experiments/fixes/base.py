@@ -22,8 +22,8 @@ VALUE = "VALUE"  # in the flags of a fix that takes a value: where the value goe
 class Flags:
     """How a check is made with a fix.
 
-    >>> str(Flags(set=(("--rollout-weights", "bf16"),), unset=("--engine-arg quantization",)))
-    '--rollout-weights bf16 (without --engine-arg quantization)'
+    >>> str(Flags(set=(("--weights", "engine=bf16"),), unset=("--engine-arg quantization",)))
+    '--weights engine=bf16 (without --engine-arg quantization)'
 
     Attributes:
         set: (flag, value) of ``mismatch check``; the value may be :data:`VALUE`.

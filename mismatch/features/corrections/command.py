@@ -80,7 +80,7 @@ def corrections(flags: Flags) -> int:
         batch=flags["batch"],
         seed=spec.seed,
     )
-    if flags["as_json"]:
+    if flags.as_json:
         document = {"schema": "mismatch.corrections/2", **to_json(tried)}
         typer.echo(json.dumps(document, indent=2))
         return 0

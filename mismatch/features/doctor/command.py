@@ -33,7 +33,7 @@ def doctor(flags: Flags) -> int:
 
     python = flags["python"]
     found = examine(flags["engine"]) if python is None else examine_environment(python)
-    if flags["as_json"]:
+    if flags.as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:
         found.show(Console())

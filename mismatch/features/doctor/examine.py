@@ -181,7 +181,7 @@ def examine_environment(python: str) -> Diagnosis:
     if {use.side for use in uses if use.possible} == {*FLAGS}:
         return Diagnosis(found, uses)
     what = "engine and trainer have to be in one environment for --python"
-    fix = "name both: --vllm-python A/bin/python --train-python B/bin/python"
+    fix = "name both: --python vllm=A/bin/python --python train=B/bin/python"
     return Diagnosis(found, uses, (Problem(what, fix),))
 
 

@@ -34,7 +34,7 @@ def tokens(flags: Flags) -> int:
     write_tokens(path, rollout)
     output.say(f"{rollout.n_sequences} sequences, {rollout.n_actions} action tokens: {path}")
     there = all(find_spec(name) for name in ("torch", "transformers"))
-    passes = "" if there else " --train-python PATH, which has torch and transformers"
+    passes = "" if there else " --python train=PATH, which has torch and transformers"
     own = f"mismatch score {flags['run']} --scorer file --scorer-config FILE{passes}"
     output.say(f"add a column logprobs, then: {own}")
     return 0

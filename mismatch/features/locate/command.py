@@ -59,7 +59,7 @@ def locate(flags: Flags) -> int:
     run: Path = flags["run"]
     spec = load_spec(run)
     require_trust(run, spec, flags["trust_run"] or is_own(run))
-    narrator = session.narrator(silent=flags["as_json"])
+    narrator = session.narrator(silent=flags.as_json)
     size = {"sequences": flags["sequences"], "tokens": flags["max_sequence_tokens"]}
     if flags["exact"]:
         with at_work(run, "locate", spec, session.command()):

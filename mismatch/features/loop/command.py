@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mismatch.doctor.fit import Fit
 
 # What --resume RUN may have with it and still go on as the run began.
-BESIDE_RESUME = AROUND_A_RUN | {"arms", "seeds", "steps", "checkpoint_every", "as_json"}
+BESIDE_RESUME = AROUND_A_RUN | {"arms", "seeds", "steps", "checkpoint_every"}
 DEFAULT_MODEL = "tiny-gpt-oss"
 POOL, SAMPLES = 24, 8  # few prompts that come again soon: what can be learnt in some steps
 NAMES = "as-is, and fixes by name (mismatch fixes), several joined by +; also no-sinks."
@@ -99,7 +99,7 @@ def loop(flags: Flags) -> int:
     narrator = session.narrator_of(flags, DEFAULT_MODEL)
     run_dir = session.open_run("loop", wanted.loop.check, flags)
     report = run_loop(wanted, run_dir, narrator, session.command())
-    if flags["as_json"]:
+    if flags.as_json:
         typer.echo(json.dumps(loop_to_json(report), indent=2, allow_nan=False))
     else:
         print_page(page(report), Console(), run_dir)
@@ -214,7 +214,7 @@ def loop_spec(flags: Flags) -> LoopSpec:
         raise MismatchError(fault, f"--engine {', '.join(PATHS)}")
     if engine.weights not in (AS_STORED, "bf16") or serves_mxfp4(engine):
         fault = "a push brings the trainer's weights in bf16; experts in another form stay behind"
-        raise MismatchError(fault, "mismatch check --rollout-weights bf16, then loop --like RUN")
+        raise MismatchError(fault, "mismatch check --weights engine=bf16, then loop --like RUN")
     if serves_mxfp4(replace(engine, weights=AS_STORED)):  # exported under the engine's names
         spec = replace(spec, train=replace(spec.train, weights="bf16"))
     if sampling.temperature == 0 or sampling.samples_per_prompt < 2:

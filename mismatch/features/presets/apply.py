@@ -221,7 +221,8 @@ class FollowedFile(Followed):
             matters = bool(value) and str(value).lower() not in OFF
             if "usual" in gap:
                 matters = value not in (None, *gap["usual"])
-            if gap.get("unless") in self.explicit:
+            unless = gap.get("unless", "")
+            if unless in self.explicit or getattr(self.spec, unless, None):
                 continue
             if matters and not key.startswith(followed_there):
                 self.not_reproduced.append(f"{key} = {value!s:.60}: {gap['what']}")

@@ -55,7 +55,7 @@ class ConfigFile:
             return OmegaConf.to_container(value, resolve=True) if whole else value
         except OmegaConfBaseException as error:
             fault = f"{self.origin}: {key}: {first_line(error)}"
-            fix = f"give the value of {key} in the file; verl: --verl-override {key}=VALUE"
+            fix = f"give the value of {key} in the file; verl: --framework-override {key}=VALUE"
             raise MismatchError(fault, fix) from error
 
     def model(self, key: str) -> str:
@@ -92,8 +92,8 @@ def read_config(flag: str, path: Path, overrides: Sequence[str] = ()) -> ConfigF
         try:
             _override(tree, text)
         except ValueError as error:
-            fault = f"--verl-override {text!r} is not key=value: {first_line(error)}"
-            fix = "--verl-override actor_rollout_ref.rollout.temperature=0.7"
+            fault = f"--framework-override {text!r} is not key=value: {first_line(error)}"
+            fix = "--framework-override actor_rollout_ref.rollout.temperature=0.7"
             raise MismatchError(fault, fix) from error
     return resolving(ConfigFile(str(path), tree), where)
 

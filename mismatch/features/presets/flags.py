@@ -9,44 +9,53 @@ from pathlib import Path
 from typing import Literal
 
 from mismatch.cli.configuration import Configuration, Configured
-from mismatch.cli.flags import Flags, Option, flag_of
+from mismatch.cli.flags import Flags, Option, switch
 from mismatch.errors import MismatchError
 from mismatch.features.presets import other, trl, verl
 from mismatch.features.presets.apply import Followed
 from mismatch.features.presets.config_file import ConfigFile
-from mismatch.features.presets.rules import Name
-from mismatch.specs import PROMPTS, TRAIN, CheckSpec, Sampling
+from mismatch.features.presets.rules import NAMES
+from mismatch.specs import TRAIN, CheckSpec, Sampling
 
 Framework = Literal["verl", "trl", "skyrl", "openrlhf", "slime", "nemo-rl", "prime-rl"]
+FRAMEWORK = Option(
+    "framework",
+    Framework | None,
+    TRAIN,
+    "Your RL framework: how it samples, and as the trainer its code (verl, trl) or settings.",
+)
+OWN_LOOP = switch(
+    "own_loop", TRAIN, "Give mismatch's own FSDP2 loop the framework's settings, not its code."
+)
 FLAGS = (
-    Option("verl_config", Path | None, TRAIN, "Your verl run's YAML, for both sides."),
-    Option("verl_override", list[str] | None, TRAIN, "key=value as verl takes it; repeatable."),
-    Option("trl_config", Path | None, TRAIN, "Your GRPOConfig as YAML or JSON, for both sides."),
     Option(
         "framework_config",
-        str | None,
+        Path | None,
         TRAIN,
-        "[NAME:]FILE of SkyRL, NeMo-RL, prime-rl, slime or OpenRLHF, for both sides.",
+        "Your run's configuration, for both sides: YAML, TOML, GRPOConfig or the script.",
     ),
-    Option("sample_as", Framework | None, PROMPTS, "Sample with a framework's defaults."),
+    Option(
+        "framework_override",
+        list[str] | None,
+        TRAIN,
+        "key=value over that file, as verl takes it; repeatable.",
+        rare=True,
+    ),
 )
-DESCRIBE = ("trainer", "verl_config", "trl_config", "framework_config")  # the trainer
-SAMPLE = ("verl_config", "trl_config", "framework_config", "sample_as")  # the sampling
+OWN_CODE = ("verl", "trl")  # --scorer has adapters that run it
 FOLLOW = {"verl": verl.follow_verl, "trl": trl.follow_trl}
 MODELS = {"verl": verl.MODEL, "trl": trl.MODEL}  # keys
 
 
 def config_of(flags: Flags) -> tuple[str, ConfigFile] | None:
     """Return the framework whose configuration the flags name, and that file."""
-    verl_path, trl_path = flags.get("verl_config"), flags.get("trl_config")
-    if flags.get("framework_config"):
-        name, path, source = other.read_framework_config(flags["framework_config"])
-        if source is not None:
-            return name, source
-        verl_path, trl_path = (path, None) if name == "verl" else (None, path)
-    if verl_path:
-        return "verl", verl.read_verl_config(verl_path, flags["verl_override"] or ())
-    return ("trl", trl.read_trl_config(trl_path)) if trl_path else None
+    path, overrides = flags.get("framework_config"), flags.get("framework_override") or ()
+    if path is None:
+        if overrides:
+            fault = "--framework-override without --framework-config does nothing"
+            raise MismatchError(fault, "add --framework-config FILE")
+        return None
+    return other.read_framework_config(path, flags["framework"] or "", overrides)
 
 
 def model(flags: Flags) -> str | None:
@@ -59,43 +68,51 @@ def model(flags: Flags) -> str | None:
 
 
 def apply(spec: CheckSpec, flags: Flags) -> Configured:
-    """Fill in what a framework's settings, file or sampling say; flags of the user win.
+    """Fill in what a framework's code, settings and sampling are; flags of the user win.
 
     Raises:
-        MismatchError: two of them at once, or a file that cannot be read.
+        MismatchError: --own-loop without a framework, or a file that cannot be read.
     """
-    for names, what in ((DESCRIBE, "trainer"), (SAMPLE, "sampling")):
-        both = [flag_of(name) for name in names if flags.get(name)]
-        if len(both) > 1:
-            raise MismatchError(f"{' and '.join(both)} both describe the {what}", f"drop {both[0]}")
-    notes: tuple[str, ...] = ()
-    if flags.get("sample_as"):
-        spec, notes = sample_as(flags["sample_as"], spec, flags.explicit)
-    files = flags.get("verl_config") or flags.get("framework_config")
-    if flags.get("verl_override") and not files:
-        raise MismatchError("--verl-override without --verl-config", "add --verl-config FILE")
-    if flags.get("trainer"):
-        followed = Followed(spec, flags.explicit)
-        followed.preset(flags["trainer"])
-        return followed.spec, (*followed.notes(), *notes)
     found = config_of(flags)
+    name = found[0] if found else flags.get("framework")
+    if not name:
+        flags.refuse(["own_loop"], "takes a framework's settings", "name it: --framework verl")
+        return spec, ()
+    if name in OWN_CODE and not flags["own_loop"] and "scorer" not in flags.explicit:
+        spec = replace(spec, train=replace(spec.train, scorer=name))
     if found is None:
-        return spec, notes
-    name, source = found
+        return by_name(name, spec, flags)
+    source = found[1]
     if spec.rollout.engine.servers:
-        flag = next(flag_of(each) for each in SAMPLE if flags.get(each))
-        fault = f"{flag} describes an engine that mismatch starts, not --server"
-        fix = f"drop {flag}, or --server; --trainer describes the trainer alone"
-        raise MismatchError(fault, fix)
+        fault = "--framework-config describes an engine that mismatch starts, not --server"
+        raise MismatchError(fault, "drop --server, or name the framework alone: --framework NAME")
     follow = FOLLOW.get(name) or partial(other.follow_other, name)
     followed = follow(source, spec, flags.explicit)
     spec = followed.spec
     if spec.train.scorer == name and spec.train.scorer_config is None:
         # The framework's code reads the same file.
-        overrides = tuple(flags.get("verl_override") or ())
+        overrides = tuple(flags.get("framework_override") or ())
         train = replace(spec.train, scorer_config=source.origin, scorer_overrides=overrides)
         spec = replace(spec, train=train)
     return spec, followed.notes()
+
+
+def by_name(name: str, spec: CheckSpec, flags: Flags) -> Configured:
+    """Return the check with a framework's sampling, and the settings of its trainer."""
+    notes: tuple[str, ...] = ()
+    if "framework_config" in flags:  # of both sides
+        spec, notes = sample_as(name, spec, flags.explicit)
+    if spec.train.scorer == name:
+        return spec, notes
+    followed = Followed(spec, flags.explicit)
+    preset = next((each for each in NAMES if each == name), None)
+    if preset is None:
+        why = f"{name}'s trainer: its settings are in your file, --framework-config FILE"
+        followed.not_reproduced.append(why)
+        followed.tell_gaps()
+    else:
+        followed.preset(preset)
+    return followed.spec, (*followed.notes(), *notes)
 
 
 def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configured:
@@ -116,5 +133,6 @@ def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configur
     return replace(spec, rollout=rollout), (f"sampling as {name}: {note}",)
 
 
-TRAINER = Option("trainer", Name | None, TRAIN, "Give mismatch's own loop a framework's settings.")
-CONFIGURATION = Configuration(trainer_flags=(TRAINER,), flags=FLAGS, model=model, apply=apply)
+CONFIGURATION = Configuration(
+    trainer_flags=(FRAMEWORK, OWN_LOOP), flags=FLAGS, model=model, apply=apply
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from mismatch.engines.registry import engine_infos
@@ -11,46 +11,57 @@ from mismatch.features.presets.apply import FollowedFile
 from mismatch.features.presets.config_file import ConfigFile, put, resolving
 from mismatch.features.presets.rules import table
 from mismatch.features.presets.syntaxes import owner, read_any
+from mismatch.features.presets.trl import read_trl_config
+from mismatch.features.presets.verl import read_verl_config
 from mismatch.specs import CheckSpec
 
 FLAG = "--framework-config"
+OWN_READERS = ("verl", "trl")
 OTHERS = ("skyrl", "nemo-rl", "prime-rl", "slime", "openrlhf")
 
 
-def read_framework_config(named: str) -> tuple[str, Path, ConfigFile | None]:
-    """Read ``[NAME:]FILE``; return the framework, the file, and what it holds.
+def read_framework_config(
+    path: Path, name: str = "", overrides: Sequence[str] = ()
+) -> tuple[str, ConfigFile]:
+    """Read a framework's configuration; return whose it is, and what it holds.
 
-    Returns:
-        the last is None for verl and TRL, which read the file themselves.
+    Args:
+        name: of the framework; "": told by the file's keys.
+        overrides: ``key=value`` over verl's.
 
     Raises:
         MismatchError: a file that cannot be read, is empty, or is of another framework or of none.
     """
-    name, colon, rest = named.partition(":")
-    if not colon or name not in ("verl", "trl", *OTHERS):
-        name, rest = "", named
-    path = Path(rest).expanduser()
-    where = f"{FLAG} {named}"
-    if name == "trl":
-        return name, path, None
-    source = read_any(path, where)
-    whose = owner(source)
+    path = path.expanduser()
+    where = f"{FLAG} {path}"
+    source = whose = None
+    try:
+        source = read_any(path, where)
+        whose = owner(source)
+    except MismatchError:
+        if name not in OWN_READERS:  # which say themselves what is wrong
+            raise
     found = table("others")[whose].get("name") if whose else None
     if whose and (found is None or (name and found != name)):
         fix = "name the settings yourself: --model, --dtype, --temperature …"
-        fix = fix if found is None else f"leave the name out: {FLAG} {rest}"
+        fix = fix if found is None else f"--framework {found}"
         raise MismatchError(f"{where}: this is a configuration of {whose}, by its keys", fix)
     name = name or found or ""
-    if not name or not (source.tree or source.left_open):
-        what = "no framework is known by its keys" if source.tree else "it holds no keys"
-        fix = f"name the framework, {FLAG} NAME:FILE: verl, trl, {', '.join(OTHERS)}"
-        raise MismatchError(f"{where}: {what}", fix)
     if name == "verl":
-        return name, path, None
+        return name, read_verl_config(path, overrides)
+    if overrides:
+        fault = "--framework-override is for verl's configuration"
+        raise MismatchError(fault, f"change the value in {path}")
+    if name == "trl":
+        return name, read_trl_config(path)
+    if source is None or not name or not (source.tree or source.left_open):
+        what = "no framework is known by its keys" if source and source.tree else "it holds no keys"
+        fix = f"name the framework: --framework {', '.join((*OWN_READERS, *OTHERS))}"
+        raise MismatchError(f"{where}: {what}", fix)
     for key, value in table(f"{name}_keys").get("defaults", {}).items():
         if source.get(key) is None and key not in source.left_open:
             put(source.tree, key, value)
-    return name, path, resolving(source, where)
+    return name, resolving(source, where)
 
 
 def model_of(name: str, source: ConfigFile) -> str:

@@ -85,7 +85,7 @@ def typed(kind: str, value: Any, key: str) -> Any:
         return READERS[kind](value)
     except (TypeError, ValueError, KeyError) as error:
         fault = f"{key} is {value!s:.60}, not {_EXPECTED.get(kind, f'a {kind}')}"
-        fix = f"correct it in the file; verl: --verl-override {key}=VALUE"
+        fix = f"correct it in the file; verl: --framework-override {key}=VALUE"
         raise MismatchError(fault, fix) from error
 
 

@@ -110,23 +110,3 @@ def owner(source: ConfigFile) -> str | None:
     names |= {key.partition(".")[0] for key in source.left_open}
     marks = ((name, about["marks"]) for name, about in table("others").items())
     return next((name for name, sets in marks if any(set(m.split()) <= names for m in sets)), None)
-
-
-def refuse_others(flag: str, path: Path) -> None:
-    """Refuse the file of another framework than the flag's, by its name.
-
-    Raises:
-        MismatchError: it has another framework's top-level keys, or is a script with its arguments.
-    """
-    where = f"{flag} {path}"
-    try:
-        name = owner(read_any(path, where))
-    except MismatchError:  # the flag's own reader says what is wrong
-        return
-    about = table("others")[name] if name else {}
-    if name is None or flag == about.get("flag"):
-        return
-    fix = "name the settings yourself: --model, --dtype, --temperature …"
-    if "name" in about:
-        fix = f"give it to {about.get('flag', '--framework-config')}"
-    raise MismatchError(f"{where}: this is a configuration of {name}, by its keys", fix)

@@ -10,7 +10,6 @@ from mismatch.errors import MismatchError
 from mismatch.features.presets.apply import FollowedFile
 from mismatch.features.presets.config_file import ConfigFile, read_config
 from mismatch.features.presets.rules import rules_of, table, typed
-from mismatch.features.presets.syntaxes import refuse_others
 from mismatch.specs import CheckSpec
 
 MODEL = "model_name_or_path"  # a script's; GRPOTrainer itself gets it outside its arguments
@@ -25,8 +24,7 @@ def read_trl_config(path: Path) -> ConfigFile:
     Raises:
         MismatchError: missing file, no YAML or JSON mapping, or two temperatures.
     """
-    refuse_others("--trl-config", path)
-    source = read_config("--trl-config", path)
+    source = read_config("--framework-config", path)
     present = {name: value for name, value in source.tree.items() if value is not None}
     tree = table("trl_keys")["defaults"] | present
     sampling = tree.get("generation_kwargs") or {}

@@ -10,7 +10,6 @@ from mismatch.errors import MismatchError
 from mismatch.features.presets.apply import FollowedFile
 from mismatch.features.presets.config_file import ConfigFile, read_config
 from mismatch.features.presets.rules import table
-from mismatch.features.presets.syntaxes import refuse_others
 from mismatch.specs import CheckSpec
 
 ROOT = "actor_rollout_ref."
@@ -22,14 +21,13 @@ COMPLETE = (
 
 
 def read_verl_config(path: Path, overrides: Sequence[str] = ()) -> ConfigFile:
-    """Read ``--verl-config FILE`` with its ``--verl-override`` pairs.
+    """Read ``--framework-config FILE`` with its ``--framework-override`` pairs.
 
     Raises:
         MismatchError: missing file, invalid YAML (with the line), a config that is not complete,
             or a malformed override.
     """
-    refuse_others("--verl-config", path)
-    source = read_config("--verl-config", path, overrides)
+    source = read_config("--framework-config", path, overrides)
     lacking = [key for key in table("verl_keys")["required"] if source.get(key) is None]
     if "defaults" in source.tree:
         lacking.insert(0, "what its defaults name, other files")
@@ -57,7 +55,7 @@ def follow_verl(
     engines = {info.verl_name or n: n for n, info in started.items()}
     if name not in engines and "engine" not in explicit:
         fault = f"{source.origin}: {key} is {name}, which mismatch has no engine for"
-        fix = f"use one of {', '.join(sorted(engines))}: --verl-override {key}=vllm"
+        fix = f"use one of {', '.join(sorted(engines))}: --framework-override {key}=vllm"
         raise MismatchError(fault, fix)
     work.set(key, name, "engine.engine", engines.get(name, name))
     work.rules()

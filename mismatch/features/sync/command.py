@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
 from mismatch.cli.command import with_flags
 from mismatch.cli.flags import JSON, Flags, Option, flags_of, switch
-from mismatch.cli.options import DRY_RUN, ENGINE_FLAGS, MODEL_FLAGS
+from mismatch.cli.options import DRY_RUN, MODEL_FLAGS, PYTHON, WEIGHTS
 from mismatch.engines.registry import engine_info, model_directory, probed_engines
 from mismatch.errors import MismatchError, require_packages
 from mismatch.specs import OUTPUT, SEEDS, EngineSpec
@@ -38,9 +38,9 @@ PROBE_FLAGS = (
     Option("trainer", bool, PROBE, "Score with transformers too.", default=True),
 )
 ENGINE_OPTIONS = (
-    *(option for option in ENGINE_FLAGS if option.name in ("vllm_python", "sglang_python")),
+    replace(PYTHON, help="Python of the environment that holds the engine."),
     *flags_of(EngineSpec, "dtype tensor_parallel_size gpu_memory_utilization max_model_len args"),
-    replace(flags_of(EngineSpec, "weights")[0], kind=Literal["as-stored", "bf16"]),
+    replace(WEIGHTS, help="engine=bf16: serve quantised weights dequantised."),
 )
 PROBE_OUTPUT = (
     Option("out", Path | None, OUTPUT, "Directory of the probe; default: runs/TIME-MODEL."),
@@ -49,6 +49,7 @@ PROBE_OUTPUT = (
     JSON,
 )
 ON_DISK = ("reload", "sleep-1", "sleep-2", "disk")  # paths that read a checkpoint
+PROBED_FORMS = ("as-stored", "bf16")
 FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 
 
@@ -115,6 +116,9 @@ def probe_spec(flags: Flags) -> SyncSpec:
         raise MismatchError("--path and --push are two ways to push", "drop one of the two")
     model = resolve_model(flags["model"] or DEFAULT_MODEL)
     spec = engine_spec(flags, model, engine, flags["engine_arg"])
+    if spec.weights not in PROBED_FORMS:
+        fault = f"--weights engine={spec.weights}: its updates cannot be probed"
+        raise MismatchError(fault, f"one of {', '.join(PROBED_FORMS)}")
     return SyncSpec(
         engine=replace(spec, routing=False),
         path=path,
@@ -142,7 +146,7 @@ def plan(spec: SyncSpec) -> int:
     typer.echo(f"model    {engine.model}: {f'{names} tensors' if here else 'weights not here'}")
     typer.echo(f"push     3 times by {spec.push or spec.path} of {engine.engine}")
     pushed = shape.parameters - shape.packed_parameters * packed
-    rest = f"; {shape.packed_parameters:,} in MXFP4 stay: --rollout-weights bf16" if packed else ""
+    rest = f"; {shape.packed_parameters:,} in MXFP4 stay: --weights engine=bf16" if packed else ""
     typer.echo(f"numbers  {pushed:,} parameters{rest}")
     if spec.path in ON_DISK and spec.push is None:
         typer.echo(f"disk     {memory(size)}, one state at a time")

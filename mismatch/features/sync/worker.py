@@ -131,7 +131,7 @@ class Probe:
             missing.append(NotTested("caches after a push", reason, "an engine that keeps one"))
         if serves_mxfp4(spec.engine):
             reason = "no push changes them, and they cannot be read back"
-            missing.append(NotTested("experts in MXFP4", reason, "--rollout-weights bf16"))
+            missing.append(NotTested("experts in MXFP4", reason, "--weights engine=bf16"))
         compared = parameters(states, self.held, self.reasons, self.checkpoint.tied())
         facts = self.engine.fingerprint("prefill")
         return SyncReport(

@@ -57,7 +57,7 @@ def template(flags: Flags) -> int:
         tokenizer.chat_template = other or tokenizer.chat_template
         stops = stop_ids(model, flags["revision"], tokenizer.eos_token_id)
         reports.append(examine(name, tokenizer, stops))
-    if flags["as_json"]:
+    if flags.as_json:
         document = {"schema": SCHEMA, "templates": [to_json(report) for report in reports]}
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
     else:

@@ -171,7 +171,7 @@ def _notes(result: Square) -> list[str]:
     notes = [line(str(entry)) for entry in result.not_judged]
     if result.seconds:
         took = ", ".join(f"{line(name)} {number(s, 2)} s" for name, s in result.seconds.items())
-        notes.append(f"Time of these passes: {took} (--quick leaves all but the reference out).")
+        notes.append(f"Time of these passes: {took}; --depth quick leaves out all but one.")
     return notes
 
 
