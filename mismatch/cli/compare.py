@@ -65,8 +65,9 @@ def compare(flags: Flags) -> int:
             raise MismatchError(f"{run} against itself", usage)
         for each in (old, run):
             require_fresh(each)
-        if flags["format"] == "gates":
-            raise MismatchError("--format gates is for the report of one run", usage)
+        if flags["format"] in ("sarif", "gates"):
+            fault = f"--format {flags['format']} is for the report of one run"
+            raise MismatchError(fault, usage)
         gate, margin = flags["fail_on"] or "unfit", flags["margin"]
         with damage_named(f"the report of {old} or of {run}"):
             result = against(old, run, margin=margin, thresholds=levels, fail_on=gate)

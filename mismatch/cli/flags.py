@@ -258,7 +258,7 @@ NAME_FLAGS = (
     switch("quiet", OUTPUT, "Print only the verdict."),
     Option(
         "format",
-        Literal["text", "json", "markdown", "github", "junit", "gates"],
+        Literal["text", "json", "markdown", "github", "junit", "sarif", "gates"],
         OUTPUT,
         "Format of the report on standard output; everything else goes to standard error.",
         default="text",

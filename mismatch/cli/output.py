@@ -55,6 +55,7 @@ def conclude(report: Report, run_dir: Path | None, flags: Flags, written: bool =
         "markdown": lambda: markdown.to_markdown(report, framework, details),
         "github": lambda: load("mismatch.reports.ci_formats:to_github")(report, bool(code)),
         "junit": lambda: load("mismatch.reports.ci_formats:to_junit")(report, bool(code)),
+        "sarif": lambda: load("mismatch.reports.ci_formats:to_sarif")(report, bool(code)),
         "gates": lambda: load("mismatch.reports.ci_formats:to_gates")(report),
     }
     _show(lambda: page(report, framework=framework), run_dir, flags, writers)

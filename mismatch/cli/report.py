@@ -39,7 +39,7 @@ def report(flags: Flags) -> int:
     runs = flags["runs"] or []
     if len(runs) != 1:
         flags.refuse(OF_ONE, "is for the report of one run", USE)
-        if flags["format"] in ("github", "junit", "gates"):
+        if flags["format"] in ("github", "junit", "sarif", "gates"):
             fault = f"--format {flags['format']} is for the report of one run"
             raise MismatchError(fault, USE)
         if not runs:

@@ -1,4 +1,4 @@
-"""A report, or a comparison of runs, as GitHub annotations and as a JUnit suite."""
+"""A report as GitHub annotations, JUnit, SARIF and gates; a comparison of runs as the first two."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from mismatch.analysis.explained import explains, lead_of
 from mismatch.reports.formatting import TONES, alike, chance, line
 from mismatch.reports.summary import cause_step, checks, judged_rows
 from mismatch.types import Check, Report
+from mismatch.version import __version__
 
 if TYPE_CHECKING:
     from mismatch.pipeline.run_comparison import Line, RunComparison
 
 LEVELS = {"critical": "error", "warn": "warning"}  # tone -> annotation
+SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 GATE_STEPS = 20  # of prime-rl's gate
 # NeMo-RL's name, ours, and the widest bound of its recipes.
 NEMO_GATES = (
@@ -95,6 +97,45 @@ def to_junit(report: Report, failing: bool) -> str:
             ElementTree.SubElement(case, "system-out").text = f"{status}: {line(text)}"
     verdict = report.verdict
     return _closed(suite, "verdict", verdict.status, verdict.reason, failing and not failed)
+
+
+def to_sarif(report: Report, failing: bool) -> str:
+    """Return SARIF 2.1.0: a result for each failing case, and for each fault beside them.
+
+    Names are those of every format (:func:`failing_cases`). A result stands at report.json, since
+    code scanning shows none without a place.
+
+    Args:
+        failing: the command ends with exit code 1; then a verdict without a case is an error too.
+    """
+    failed, verdict = failing_cases(report), report.verdict
+    rows = [(each.kind, each.name, "error", each.text) for each in failed]
+    if failing and not failed:
+        rows.append(("verdict", verdict.status, "error", verdict.reason))
+    ids = [row[1] for row in rows]
+    kinds = dict.fromkeys((check.id for check in report.checks), "checks")
+    faults = [fault for fault in _faults(report) if fault[0] not in ids]
+    rows += [(kinds.get(name, "metrics"), name, "warning", text) for name, _, text in faults]
+    place = {"physicalLocation": {"artifactLocation": {"uri": "report.json"}}}
+    results = [
+        {
+            "ruleId": f"{kind}/{name}",
+            "level": level,
+            "message": {"text": line(text)},
+            "locations": [place],
+            "partialFingerprints": {"mismatch/1": f"{kind}/{name}"},
+        }
+        for kind, name, level, text in rows
+    ]
+    rules = [
+        {"id": f"{kind}/{name}", "shortDescription": {"text": title_of(name)}}
+        for kind, name, *_ in rows
+    ]
+    driver = {"name": "mismatch", "version": __version__, "rules": rules}
+    said = {"verdict": verdict.status, "reason": line(verdict.reason)}
+    run = {"tool": {"driver": driver}, "results": results, "properties": said}
+    document = {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
+    return json.dumps(document, indent=1) + "\n"
 
 
 @dataclass(frozen=True, slots=True)

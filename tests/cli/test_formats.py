@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("form", grid(["json", "markdown", "github", "junit"], "json"))
+@pytest.mark.parametrize("form", grid(["json", "markdown", "github", "junit", "sarif"], "json"))
 def test_a_format_stands_alone_on_standard_output(run: Path, form: str) -> None:
     done = mismatch("report", run, "--format", form)
     assert done.returncode == 1
@@ -52,6 +52,8 @@ def test_a_format_stands_alone_on_standard_output(run: Path, form: str) -> None:
         assert done.stdout == (run / "report.md").read_text()
     elif form == "github":
         assert done.stdout == ci_formats.to_github(report, failing=True)
+    elif form == "sarif":
+        assert done.stdout == ci_formats.to_sarif(report, failing=True)
     else:
         assert ElementTree.fromstring(done.stdout.encode()).get("name") == "mismatch"
 
@@ -110,6 +112,30 @@ def test_junit_has_one_failure_a_cause_and_none_for_what_follows_from_it() -> No
             causes=causes
         )
         assert junit(made)["failure"] == [cause.id, *[also] * own], also
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_sarif_has_the_cases_of_junit(name: str) -> None:
+    """And what code scanning asks of a result: a level, a text, a place, and a rule of its id."""
+    report = REPORTS[name]
+    for failing in (True, False):
+        document = json.loads(ci_formats.to_sarif(report, failing))
+        (run,) = document["runs"]
+        assert document["version"] == "2.1.0"
+        assert run["properties"]["verdict"] == report.verdict.status
+        rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+        assert [result["ruleId"] for result in run["results"]] == rules
+        assert len({*rules}) == len(rules)
+        for result in run["results"]:
+            assert result["message"]["text"]
+            assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+        errors = [r["ruleId"] for r in run["results"] if r["level"] == "error"]
+        cases = [f"{each.kind}/{each.name}" for each in ci_formats.failing_cases(report)]
+        assert errors == (cases or [f"verdict/{report.verdict.status}"] * failing)
+        warned = {r["ruleId"].partition("/")[2] for r in run["results"] if r["level"] != "error"}
+        judged = [each.metric for each in report.verdict.judgements if each.status != "healthy"]
+        found = [c.id for c in report.checks if c.status in ("failed", "inconclusive", "warning")]
+        assert {*judged, *found} <= warned | {each.partition("/")[2] for each in errors}
 
 
 def test_what_fails_the_command_is_red_for_machines() -> None:
