@@ -59,6 +59,10 @@ def command_line() -> str:
         parts.append(
             f"## mismatch {name}\n\n{summary}\n\n```text\n{command.get_help(context)}\n```"
         )
+        rare = [option for option in command.callback.options if option.rare]
+        if rare and name == "check":  # other commands have some of these
+            rows = [[f"`{each.name}`", f"`{each.flag}`", escaped(each.help)] for each in rare]
+            parts.append(table(["setting", "flag", "what it sets"], rows))
     return "\n\n".join(parts)
 
 

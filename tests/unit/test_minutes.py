@@ -203,9 +203,10 @@ def test_a_part_of_a_name_is_no_gpu(text: str) -> None:
         parse_kind(text)
 
 
-def test_json_prints_the_plan_alone_and_belongs_to_a_dry_run() -> None:
+def test_json_prints_the_plan_alone_and_a_kind_of_gpu_belongs_to_a_dry_run() -> None:
     asked = ["check", "--model", "tiny-gpt-oss", "--format", "json"]
-    shown = CliRunner().invoke(app, [*asked, "--dry-run", "--gpus", "H200"])
+    asked += ["--gpus", "H200"]
+    shown = CliRunner().invoke(app, [*asked, "--dry-run"])
     assert shown.exit_code == 0
     document = json.loads(shown.stdout)
     assert document["seconds"] == pytest.approx(sum(document["time"]["stages"].values()))
