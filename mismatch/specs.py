@@ -226,7 +226,7 @@ class EngineSpec:
         WeightsForm,
         Flag(
             ENGINE,
-            "Form of the weights that the engine serves; docs/how-to/quantised-rollouts.md.",
+            "Quantise or dequantise the engine's weights; docs/how-to/quantised-rollouts.md.",
             name="rollout_weights",
         ),
     ] = AS_STORED
@@ -425,7 +425,10 @@ class TrainSpec:
     ] = "bf16"
     master_dtype: Annotated[
         MasterDtype,
-        Flag(TRAIN, "Dtype of the sharded parameters; auto: the checkpoint's, if that is exact."),
+        Flag(
+            TRAIN,
+            "Dtype of FSDP's parameter shards; auto: the checkpoint's, if that loses nothing.",
+        ),
     ] = "auto"
     offload: Annotated[
         bool, Flag(TRAIN, "Keep the sharded parameters in host memory.", switch=True)
@@ -472,7 +475,8 @@ class TrainSpec:
     ] = "fp32"
     logprobs_dtype: Annotated[Dtype | None, Flag(TRAIN, "Dtype of the trainer's logprobs.")] = None
     weights: Annotated[
-        WeightsForm, Flag(TRAIN, "Form of the weights in the trainer.", name="train_weights")
+        WeightsForm,
+        Flag(TRAIN, "Quantise or dequantise the trainer's weights.", name="train_weights"),
     ] = AS_STORED
     replay_routing: Annotated[
         ReplayMode | None,
@@ -549,7 +553,7 @@ class CheckSpec:
         bool,
         Flag(
             TRAIN,
-            "Skip the float32 and plain passes: faster, but faults look like rounding.",
+            "Faster: skip the float32 and baseline passes, which separate a fault from rounding.",
             switch=True,
         ),
     ] = False
@@ -558,7 +562,7 @@ class CheckSpec:
         Flag(
             TRAIN,
             "Compare PPO's two passes, also with router replay (two more passes); "
-            "default: only what the noise floor measures.",
+            "default: only the passes of the noise floor.",
         ),
     ] = None
     weights_effect: Annotated[

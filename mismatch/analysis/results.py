@@ -329,22 +329,22 @@ def sentence(result: LongSequence, gap: LongGap) -> str:
     where = "at every position" if (gap.begins or 0) <= 1 else f"from position {gap.begins:,} on"
     if gap.rounded and gap.status == "passed":
         return (
-            f"up to position {result.tokens:,} {name} as it runs rounds like a plain forward: "
-            f"{off} times as far from the float32 reference"
+            f"up to position {result.tokens:,} the error of {name} is {off} times that of a plain "
+            "forward, which is rounding"
         )
     if gap.rounded:
         return f"{where} the error of {name} is {off} times that of a plain forward"
     median = float(np.max([block.nats for block in gap.blocks[1:]]))
     if gap.begins is None:
         return (
-            f"at all {result.tokens:,} positions {name} in float32 agrees with the float32 "
-            f"reference: the median token of a block is within {median:.2g} nats"
+            f"in float32 {name} agrees with the reference at all {result.tokens:,} positions: the "
+            f"median token is {f'within {median:.2g} nats' if median else 'identical'}"
         )
-    what = f"the median token of a block is up to {median:.2g} nats off"
+    what = f"the median token is up to {median:.2g} nats off"
     if median <= gap.passed:
         rare = max(block.rare for block in gap.blocks)
-        what = f"one token in 200 of a block is {rare:.2g} nats off, or more"
-    return f"{where} {name} in float32 computes another function than the float32 reference: {what}"
+        what = f"one token in 200 is {rare:.2g} nats off, or more"
+    return f"{where} {name} computes the wrong function: in float32 {what}"
 
 
 SAID = {

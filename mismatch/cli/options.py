@@ -85,7 +85,7 @@ TRAIN_FLAGS = (
     *flags_of(TrainSpec, "layout sequence_parallel replay_routing"),
     *flags_of(CheckSpec, "noise_floor quick two_passes inject"),
 )
-PYTHON_HELP = "Interpreter of your environment for both sides, which need not have mismatch."
+PYTHON_HELP = "Python of your training environment; mismatch need not be installed there."
 BOTH_PYTHONS = Option("python", str | None, ENGINE, PYTHON_HELP)
 CONFIGURATION_FLAGS = tuple(option for each in configurations() for option in each.flags)
 NEW_RUN = (
@@ -101,7 +101,7 @@ NEW_RUN = (
 TRUST_RUN = switch(
     "trust_run",
     OUTPUT,
-    "Let the run's spec name interpreters, engine arguments, functions and remote code.",
+    "Trust this run: allow code and arguments recorded in it.",
 )
 FIX_FLAGS = flags_of(CheckSpec, "fixes budget_minutes verdict explain")
 FEATURE_FLAGS: tuple[Option, ...] = tuple(

@@ -80,7 +80,7 @@ def kl(delta: Floats) -> Floats:
 @metric(
     "nats²",
     "k2 KL, nats per token",
-    "mean of delta²/2: a biased but calm estimate",
+    "mean of delta²/2: an estimate of KL with bias and little noise",
     bounds=POSITIVE,
 )
 def k2_kl(delta: Floats) -> Floats:

@@ -116,5 +116,10 @@ def sample_as(name: str, spec: CheckSpec, explicit: Collection[str]) -> Configur
     return replace(spec, rollout=rollout), (f"sampling as {name}: {note}",)
 
 
-TRAINER = Option("trainer", Name | None, TRAIN, "Give mismatch's own loop a framework's settings.")
+TRAINER = Option(
+    "trainer",
+    Name | None,
+    TRAIN,
+    "Use a framework's settings in our FSDP2 trainer (--scorer: the framework's code).",
+)
 CONFIGURATION = Configuration(trainer_flags=(TRAINER,), flags=FLAGS, model=model, apply=apply)

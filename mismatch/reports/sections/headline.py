@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mismatch.analysis import plugins
 from mismatch.analysis.catalogue import catalogue, title_of
-from mismatch.analysis.cause_results import DIFFER, MODULE, place_of
+from mismatch.analysis.cause_results import DIFFER, place_of
 from mismatch.analysis.explained import explains, lead_of, leads
 from mismatch.analysis.results import sentence, sides_at_fault
 from mismatch.analysis.validity import in_words, validity
@@ -50,6 +50,7 @@ K3 = "k3_kl"
 NAMED = 6  # of what was not tested; the rest is counted
 ALL_CUT, CUT = 0.9999, math.log(2.0)  # share of the batch, and nats of a sequence's ratio
 WRONG = ("failed", "inconclusive", "warning")
+OTHER = {"engine": "trainer", "trainer": "engine"}
 
 
 def lead(report: Report) -> str:
@@ -68,7 +69,9 @@ def lead(report: Report) -> str:
             share = summary.known_by(report, first).share
             price = f" that makes {percent(share.value)} of the mismatch" if share else ""
             return f"{entry.choice}: a choice of this run{price}."
-        if first.fact and first.evidence:  # the headline is the list of what differs
+        if entry and entry.lead and first.side in OTHER:
+            title = entry.lead.format(side=first.side, other=OTHER[first.side])
+        elif first.fact and first.evidence:  # the headline is the list of what differs
             item = first.evidence[0]
             what = "" if item.what == DIFFER else f"{line(item.what)}, "
             title += f": {what}{line(str(item.value))}"
@@ -194,7 +197,7 @@ def _settings(best: FixOutcome) -> Iterator[Block]:
 
 
 def _cause(report: Report) -> str:
-    """How much the leading cause explains, whether an experiment confirmed it, and where it is."""
+    """How much the leading cause explains, how it is known, and where it starts."""
     causes = report.result("causes")
     if not causes or not causes.ranked:
         return ""
@@ -212,7 +215,7 @@ def _cause(report: Report) -> str:
     other = [check for check in summary.checks(report, *WRONG) if check not in explained]
     parts = [f"{capital(how)}; {share}."]
     place = place_of(causes.ranked)
-    parts += [f"{capital(MODULE)}: {place}."] if place else []
+    parts += [f"It starts in {place}."] if place else []
     # The verdict's reason names those that failed because of it.
     rest = [check for check in explained if check.status != "failed"]
     parts += [f"From it follow the checks {'; '.join(_wrong(rest))}."] if rest else []
@@ -230,14 +233,14 @@ def _wrong(checked: Sequence[Check]) -> Iterator[str]:
 
 
 def _ruled_out(report: Report) -> str:
-    """How many known causes were looked for; said where none was found."""
+    """How many known causes were checked; said where none was found."""
     causes = report.result("causes")
     if not causes or causes.ranked:
         return ""
     known = len({id for each in causes.ruled_out for id in each.causes})
     missing = len(causes.not_tested)
-    unchecked = f"; {missing} could not be looked for" if missing else ""
-    return f"{plural(known, 'known cause')} looked for, none seen{unchecked}."
+    unchecked = f"; {missing} not checkable here" if missing else ""
+    return f"{plural(known, 'known cause')} checked, none found{unchecked}."
 
 
 def _training(report: Report) -> Iterator[str]:
@@ -248,7 +251,7 @@ def _training(report: Report) -> Iterator[str]:
         yield f"PPO would clip {share} of tokens before the first update"
     sums = metrics.get("seq_logratio_mean")
     if "ess_seq" in metrics and metrics["ess_seq"].value > ALL_CUT and sums and sums.value > CUT:
-        yield "every sequence-level weight is cut, so that they say nothing of the batch"
+        yield "every sequence-level weight is cut, so they say nothing about the batch"
     elif "ess_seq" in metrics:
         yield f"sequence-level weights keep {percent(metrics['ess_seq'].value)} of the batch"
 
