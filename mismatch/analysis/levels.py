@@ -318,7 +318,7 @@ def _fitness(
     """Can training tolerate it?"""
     if column is None:
         known = ", ".join(PRECISION)
-        reason = f"not judged: a side does not say in which dtype ({known}) it computes"
+        reason = f"not judged: a side does not state its dtype ({known})"
         return Answer("inconclusive", reason)
     if not judgements:
         return Answer("inconclusive", "nothing could be compared")

@@ -511,7 +511,7 @@ def not_tested(
         )
     longest = max(int(np.diff(rollout.offsets).max()), reach)
     how = "" if recorded else "--context-length"
-    yield NotTested(f"positions beyond {longest}", "no sequence of the run is longer", how)
+    yield NotTested(f"positions beyond {longest:,}", "no sequence of the run is longer", how)
     if train.fingerprint.get("reads_images"):
         yield NotTested("images", "no prompt has one: the language model alone ran")
     if rollout.turn.max() <= 1:

@@ -83,7 +83,7 @@ def meanings_of(asked: str) -> list[Meaning]:
         known = {*logged, *(each for all_ in names().values() for each in all_)}
         guess = did_you_mean(name, sorted(known))
         raise MismatchError(
-            f"{asked!r} is no name in a report", f"{guess}mismatch explain lists all"
+            f"no report calls anything {asked!r}", f"{guess}mismatch explain lists all names"
         )
     return found
 

@@ -21,7 +21,7 @@ SAID = {
     "clip_fraction": rf"would clip {NUMBER} of tokens",
     "ess_seq": rf"weights keep {NUMBER} of the batch",
     "ratio_outside_2": rf"{NUMBER} of tokens differ by more",
-    "routing_disagree_layer": rf"other experts in {NUMBER} of cases",
+    "routing_disagree_layer": rf"{NUMBER} of choices differ",
     "routing_near_tie_flipped": rf"[rR]ounding explains {NUMBER}(?: \([^)]*\))? of the",
 }
 

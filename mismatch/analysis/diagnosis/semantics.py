@@ -97,15 +97,15 @@ def same_token_ids(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     expected = rollout.token_ids[rollout.actions]
     for scoring in (left, right):
         if len(scoring.token_ids) != len(expected):
-            detail = f"{scoring.name} scored {len(scoring.token_ids)} tokens of {len(expected)}"
+            detail = f"{scoring.name} scored {len(scoring.token_ids):,} tokens of {len(expected):,}"
             return failed("same-token-ids", detail, _TOKEN_FIX)
         differ = scoring.token_ids != expected
         if differ.any():
             first = int(np.flatnonzero(differ)[0])
             sequence = rollout.sequence_of_token[rollout.actions[first]]
             detail = (
-                f"{scoring.name} scored other ids than were sampled for {int(differ.sum())} of "
-                f"{len(expected)} tokens, the first in sequence {sequence}"
+                f"{scoring.name} scored other ids than were sampled for {int(differ.sum()):,} of "
+                f"{len(expected):,} tokens, the first in sequence {sequence}"
             )
             return failed("same-token-ids", detail, _TOKEN_FIX)
     return Check("same-token-ids", "passed", f"{len(expected):,} token ids equal on both sides")
@@ -120,7 +120,7 @@ def missing_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         bad = ~np.isfinite(scoring.logprobs)
         if bad.any():
             detail = (
-                f"{scoring.name}: {int(bad.sum())} of {len(bad)} logprobs missing or not finite"
+                f"{scoring.name}: {int(bad.sum()):,} of {len(bad):,} logprobs missing or not finite"
             )
             turn = rollout.turn[rollout.actions]
             if turn.max() > 1:

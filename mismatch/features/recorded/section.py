@@ -75,7 +75,7 @@ def section(result: RecordedReport, report: Report) -> Section:
         sentences.insert(0, f"{capital(result.hidden)}.")
     enough = result.rows is not None and result.rows.rows >= LEAST_ROWS
     if result.rows is not None and enough and not found and result.growth is None:
-        sentences = [f"All {result.rows.rows} rows are about equally far apart.", *sentences]
+        sentences = [f"All {result.rows.rows:,} rows are about equally far apart.", *sentences]
     if (whole := result.whole) is not None:
         sentences = [
             f"All {whole.tokens:,} tokens in {whole.sequences:,} sequences: mean |delta| "

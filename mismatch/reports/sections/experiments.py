@@ -49,7 +49,7 @@ def section(result: Explanation, report: Report) -> Section:
 def explained(result: Explanation) -> list[str]:
     """Return a sentence each for what was confirmed, ruled out, and could not be made."""
     if not result.experiments:
-        return ["No experiment was made: none could single out a suspected cause."]
+        return ["No experiment was run: none could single out a suspected cause."]
     measured = len([each for each in result.experiments if each.seconds is not None])
     confirmed = "No cause was confirmed"
     if result.confirmed:

@@ -124,8 +124,8 @@ def _short(comparison: Comparison) -> str:
     sparse = "" if keys is None else f"; sparse attention: {percent(keys.value)} of selections"
     if flips is None or flips.value == 0.0:
         return "" if flips is None else NO_FLIP + sparse
-    near = f"; rounding explains {percent(ties.value)} of them" if ties is not None else ""
-    return f"the routers pick other experts in {percent(flips.value)} of cases{near}{sparse}"
+    near = f"; rounding explains {percent(ties.value)} of these" if ties is not None else ""
+    return f"{percent(flips.value)} of choices differ{near}{sparse}"
 
 
 def _keys(routing: dict[str, Estimate]) -> list[str]:
