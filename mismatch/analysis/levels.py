@@ -341,14 +341,14 @@ def _reason(status: Status, deciding: list[Judgement], total: int) -> str:
         return f"all {total} judged metrics are within their healthy bounds{other}"
     names = ", ".join(_label(item) for item in deciding[1:])
     first = deciding[0]
-    text = f"{_label(first)} {_written(first, first.value)}"
+    text = f"{_label(first)}: {_written(first, first.value)}"
     if status == "unfit":
         more = f"; also beyond their limits: {names}" if names else ""
         return f"{text}, limit {_written(first, first.unfit)}{more}"
     if status == "inconclusive" or first.inconclusive:
         text += _spans(first, deciding)
     else:
-        text += f" is beyond its healthy bound {_written(first, first.healthy)}"
+        text += f", beyond its healthy bound {_written(first, first.healthy)}"
     return text + (f"; also not healthy: {names}" if names else "")
 
 
@@ -378,9 +378,9 @@ def _spans(item: Judgement, deciding: Sequence[Judgement]) -> str:
     name, bound = ("unfit", item.unfit) if undecided else ("healthy", item.healthy)
     written = _written(item, bound)
     if sign * item.value <= sign * bound:
-        text = f" is within its {name} bound {written}, but its interval reaches beyond it"
+        text = f", within its {name} bound {written}, but its interval reaches beyond it"
     else:
-        text = f" is beyond its {name} bound {written}, but its interval includes it"
+        text = f", beyond its {name} bound {written}, but its interval includes it"
     if (wanted := prompts_to_decide(deciding)) is not None:
         text += f" (about {wanted:,} prompts would settle it)"
     return text

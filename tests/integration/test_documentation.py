@@ -281,6 +281,42 @@ print([name for name in names if importlib.util.find_spec(name)], mismatch.__fil
     subprocess.run([python, "-m", "pip", "check"], env=env, check=True)
 
 
+@pytest.mark.grid
+def test_the_first_commands_in_an_empty_environment(tmp_path: Path, installed: Path) -> None:
+    """Help, the demonstration, a name, and a verdict of two columns of numbers."""
+    someone = reader(tmp_path, installed, {})
+    random = np.random.default_rng(0)
+    with (tmp_path / "mine.jsonl").open("w") as file:
+        for _ in range(32):
+            rollout = -random.exponential(1.0, 30)
+            row = {"rollout_logprobs": rollout.tolist(), "train_logprobs": (rollout + 0.3).tolist()}
+            file.write(json.dumps(row) + "\n")
+    for text in (
+        "mismatch --help",
+        "mismatch demo --no-browser",
+        "mismatch explain k3",
+        "mismatch postmortem mine.jsonl",
+    ):
+        someone.types(Line("", text))
+
+
+def test_what_a_fresh_environment_is_told_to_install_resolves(installed: Path) -> None:
+    """Every extra that a page names is one of the wheel's; nothing is installed."""
+    texts = [page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")]
+    named = {name for text in texts for name in re.findall(r"\./mismatch\[([\w,-]+)\]", text)}
+    assert {"vllm", "sglang", "vllm,datasets"} <= named
+    extras = ",".join(sorted(named))
+    options = ("--dry-run", "--no-deps", "--no-build-isolation", "--no-index")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, f"{installed / 'tree'}[{extras}]"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "does not provide the extra" not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("page", named([page for page in PAGES if SHORT[page]], "how-to"))
 def test_short_lines_run_as_written(page: Path, tmp_path: Path, installed: Path) -> None:
     """The tests' own environment is verl's and TRL's, and holds neither."""
