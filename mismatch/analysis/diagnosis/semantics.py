@@ -321,9 +321,9 @@ def positive_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     side, highest = largest(Case.of(rollout, left, right, {}))
     name = left.name if side == "engine" else right.name
     if highest > POSITIVE:
-        detail = f"{name}: a logprob of {highest:+.4g}"
+        detail = f"a log-probability above 0 in {name}: {highest:+.4g}"
         return failed("positive-logprobs", detail, "compute the head and log_softmax in float32")
     if highest > ROUNDING:
-        detail = f"{name}: a logprob of {highest:+.2g}, more than float32 rounding"
+        detail = f"a log-probability of {highest:+.2g} in {name}, more than float32 rounding"
         return Check("positive-logprobs", "warning", detail, "compute the log_softmax in float32")
     return Check("positive-logprobs", "passed", "no logprob above 0")

@@ -30,7 +30,7 @@ STEPS = (
     Column("mean |delta|", number, detail="nats", of="abs_diff"),
     Column("k3 KL", number, detail="nats per token", of="k3"),
     Column("PPO clips", percent, 1, of="clipped"),
-    Column("effective size", percent, 1, detail="of the sequences", of="ess"),
+    Column("ESS", percent, 1, detail="of sequences", of="ess"),
     Column("entropy", number, 2, detail="trainer, nats", of="entropy"),
     Column("reward", number, 2, of="reward"),
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mismatch.analysis import plugins
 from mismatch.analysis.catalogue import catalogue, title_of
-from mismatch.analysis.cause_results import DIFFER, place_of
+from mismatch.analysis.cause_results import DIFFER, Cause, place_of
 from mismatch.analysis.explained import explains, lead_of, leads
 from mismatch.analysis.results import sentence, sides_at_fault
 from mismatch.analysis.validity import in_words, validity
@@ -58,15 +58,10 @@ OTHER = {"engine": "trainer", "trainer": "engine"}
 
 def lead(report: Report) -> str:
     """Return what is wrong, or how far apart the two sides are, in one sentence."""
-    causes, failed = report.result("causes"), summary.checks(report, "failed")
-    for each in plugins.analyses() if not failed else ():
-        result = report.result(each.id)
-        if result is not None and each.reason and (said := each.call("reason", result)):
-            return capital(f"{line(said)}.")
-    leading = lead_of(causes, report.checks)
-    first = leading.cause if leading else causes.ranked[0] if causes and causes.ranked else None
-    explained = not failed or (first and any(explains(first, check) for check in failed))
-    if first is not None and leads(first) and explained:
+    failed = summary.checks(report, "failed")
+    if said := "" if failed else _analysis(report):
+        return capital(f"{line(said)}.")
+    if first := _titled(report):
         title = line(title_of(first.id)).rstrip(".")
         if (entry := catalogue().get(first.id)) and entry.choice:
             share = summary.known_by(report, first).share
@@ -86,6 +81,26 @@ def lead(report: Report) -> str:
     if report.verdict.status == "healthy":
         return "Engine and trainer agree within the healthy bounds."
     return summary.in_plain_words(report)
+
+
+def _analysis(report: Report) -> str:
+    """Return what an analysis has for the headline; "": none has anything."""
+    for each in plugins.analyses():
+        result = report.result(each.id)
+        if result is not None and each.reason and (said := each.call("reason", result)):
+            return str(said)
+    return ""
+
+
+def _titled(report: Report) -> Cause | None:
+    """Return the cause that the headline names; None: it says something else."""
+    causes, failed = report.result("causes"), summary.checks(report, "failed")
+    if not failed and _analysis(report):
+        return None
+    leading = lead_of(causes, report.checks)
+    first = leading.cause if leading else causes.ranked[0] if causes and causes.ranked else None
+    explained = not failed or (first and any(explains(first, check) for check in failed))
+    return first if first and leads(first) and explained else None
 
 
 def answers(
@@ -216,7 +231,8 @@ def _cause(report: Report) -> str:
     explained = [check for check in summary.checks(report, *WRONG) if explains(cause, check)]
     explained = explained if cause.decided and leads(cause) else []
     other = [check for check in summary.checks(report, *WRONG) if check not in explained]
-    parts = [f"{capital(how)}; {share}."]
+    title = "" if _titled(report) == cause else f"{line(title_of(cause.id)).rstrip('.')}: "
+    parts = [f"{title}{how if title else capital(how)}; {share}."]
     place = place_of(causes.ranked)
     parts += [f"It starts in {place}."] if place else []
     # The verdict's reason names those that failed because of it.
