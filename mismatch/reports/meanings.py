@@ -76,6 +76,11 @@ def meanings_of(asked: str) -> list[Meaning]:
     for word, text in wording("glossary").items():
         if name.lower() in word.lower().split(", "):
             found.append(Meaning("word", word, {"is": text}))
+    if not found:  # tables and verdicts have labels
+        labels = {
+            metric: (metric.label, metric.label.partition(",")[0]) for metric in METRICS.values()
+        }
+        found = [Meaning("metric", m.name, _facts(m, [])) for m in labels if name in labels[m]]
     if not found:
         logged = {
             a.name.rpartition("/")[2] for each in framework_names.aliases().values() for a in each
