@@ -247,7 +247,7 @@ def sampling_law(
         faults.append(f"{detail}: tokens are drawn from a {drawn} one")
     if of_chance >= 1.0:
         faults.append(
-            f"{abs(ended):.0f} end tokens too {'many' if ended > 0 else 'few'} were drawn, "
+            f"{abs(ended):.0f} too {'many' if ended > 0 else 'few'} end tokens were drawn, "
             f"{of_chance:.2g} times what chance and rounding allow"
         )
     if faults:

@@ -347,7 +347,7 @@ def valid(report: Report) -> Section:
     for each in validity(report):
         cell = Cell(each.standing, STANDINGS[each.standing])
         rows.append((each.what, cell, ", ".join(each.by) or each.how))
-    lead = "A difference means something where both sides have these in common."
+    lead = "A difference means something only if both sides have these in common."
     title = "Is the comparison valid?"
     short = in_words(validity(report))
     return Section("valid", title, lead, short=short, tables=[Table(VALID, rows)])

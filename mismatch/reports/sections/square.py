@@ -85,7 +85,7 @@ FOUND = (
 )
 
 
-def _nats(value: float) -> str:  # unlike a column of `number`, each by its own size
+def _nats(value: float) -> str:  # by its size: a column of `number` writes all alike
     return number(value)
 
 
