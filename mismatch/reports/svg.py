@@ -111,7 +111,7 @@ def to_svg(figure: Figure, name: str, title: str) -> str:
     body = re.sub(rf'\bid="(?!{name}-title)', f'id="{name}-', body)
     body = body.replace("url(#", f"url(#{name}-").replace('xlink:href="#', f'href="#{name}-')
     body = re.sub(r'(?<= d=")[^"]+', _short, body)
-    body = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: calc(\1px * var(--type, 1))", body)
+    body = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", body)
     body = re.sub(r" ?font-family: [^;\"]+;?", "", body)
     for sentinel, variable in _VARIABLES.items():
         body = body.replace(sentinel, f"var({variable})")
