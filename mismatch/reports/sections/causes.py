@@ -82,7 +82,7 @@ def sentences(result: Causes, report: Report) -> list[str]:
 def none_found(result: Causes) -> str:
     """Return how many of the known causes were checked, where none was found."""
     checked = {id for each in result.ruled_out for id in each.causes}
-    return f"None found: {len(checked)} of {plural(len(catalogue()), 'known cause')} checked."
+    return f"{len(checked)} of {plural(len(catalogue()), 'known cause')} checked, none found."
 
 
 def _paragraph(cause: Cause, rank: int, report: Report) -> str:
