@@ -21,6 +21,10 @@ PLANTED = (
     "Planted faults, with the excess of the side at fault and the gap, each in its lowest block. "
     "Bold: missed in a block."
 )
+PICTURED = (
+    "Dots are values; a check fails by the lower end of the interval. Clean dots beyond a line "
+    "have wide intervals and pass. A gap also has to exceed 50 times the rounding that is expected."
+)
 Result = dict[str, Any]  # of one case, see calibration.result
 
 
@@ -38,6 +42,7 @@ def write(state: dict[str, Result], cases: Sequence[Case]) -> None:
     lines += ["## Runs of default size", "", *_usual_table(usual), ""] if usual else []
     lines += [f"Not run: {', '.join(absent)}.", ""] if absent else []
     lines += ["![Excess and float32 gap of clean and faulty runs](../images/calibration.svg)", ""]
+    lines += [PICTURED, ""]
     lines += ["**Next:** [faults planted on each side](sides.md).", ""]
     PAGE.write_text(head + "\n".join(lines))
     _draw(clean, {case.name: state[case.name] for case in planted})
@@ -165,9 +170,19 @@ def _draw(clean: dict[str, Result], faults: dict[str, Result]) -> None:
             if style == "s":
                 axes.annotate(name.removeprefix("fault-"), known[0], fontsize=7,
                               xytext=(4, 3), textcoords="offset points")  # fmt: skip
+    for style, colour, label in (
+        ("o", "#2a6f97", "clean run, a block of 64 prompts"),
+        ("s", "#b23a48", "planted fault, a block of 64 prompts"),
+    ):
+        axes.plot([], [], style, ms=4, color=colour, label=label)
+    axes.plot([], [], "--", color="#555", lw=1, label="excess fails; least gap that can fail")
+    axes.legend(loc="upper right", fontsize=8)
     axes.axvline(level.excess, color="#555", lw=1, ls="--")
     axes.axhline(level.least_gap, color="#555", lw=1, ls="--")
     axes.set(xscale="log", yscale="log", xlabel="excess of the engine over a plain forward")
+    ticks = (0.6, 0.8, 1.0, level.excess, 1.6)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
     axes.set_ylabel("engine against reference in float32, mean |delta|, nats")
     figure.tight_layout()
     PICTURE.parent.mkdir(exist_ok=True)

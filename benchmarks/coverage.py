@@ -327,8 +327,8 @@ def main() -> None:
     start = time.monotonic()
     lines = [
         f"Percent of the intervals that contain the truth; {args.repeat} repetitions, "
-        f"{designs.SAMPLES} samples × {designs.TOKENS} tokens. In brackets: percent of them that "
-        "carry a warning (w; \\*: all), and of the runs in which the interval is withheld (–). "
+        f"{designs.SAMPLES} samples × {designs.TOKENS} tokens. In brackets: the percentage with a "
+        "warning (w; \\*: all), and of the runs in which the interval is withheld (–). "
         "Where all tokens of a sample share 5 % of a scale, cells are those of *even*.",
         "",
     ]

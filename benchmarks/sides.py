@@ -51,8 +51,8 @@ HEAD = """# Planted faults on each side
 
 One fault at a time was planted in memory: in the engine, in the trainer's passes, or in the model
 code that trainer and float32 reference share. Each got a `mismatch check` at default size (one
-rank, bf16). The table counts BROKEN of planted. `deepseek_v3` ran in vLLM's Transformers backend,
-see [families](families.md). Made by `benchmarks/sides.py`, {date}.
+rank, bf16). Cells: runs called BROKEN of runs with the fault. `deepseek_v3` ran in vLLM's
+Transformers backend, see [families](families.md). Made by `benchmarks/sides.py`, {date}.
 
 | family | clean | {places} | not planted: no |
 | --- | --- |{columns} --- |"""

@@ -147,7 +147,7 @@ def check(
     Args:
         model: short name, hub id or directory.
         engine: "vllm", "sglang", "transformers".
-        python: interpreter of the training environment, which need not have mismatch.
+        python: Python of the training environment; mismatch need not be installed there.
         scorer: whose code scores: "fsdp", "verl", "trl", or ``module:name``.
         prompts: JSONL file.
         fix: fixes to try: "all", or ids.

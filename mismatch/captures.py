@@ -183,9 +183,9 @@ class Likeliest:
         """
         numbers, values = np.asarray(ids, np.int64), np.asarray(logprobs, np.float32)
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < 1 << 31:
-            raise ValueError("likeliest tokens: ids that are none")
+            raise ValueError("likeliest tokens: ids out of range")
         if np.isnan(values).any():
-            raise NotNumbers("likeliest tokens: logprobs that are no numbers")
+            raise NotNumbers("likeliest tokens: logprobs that are NaN")
         values = np.where(values < ABSENT_LOGPROB, -np.inf, values).astype(np.float32)
         return cls(numbers.astype(np.int32), values)
 

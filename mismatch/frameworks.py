@@ -53,8 +53,8 @@ BY_TITLE = {framework.title: framework for framework in FRAMEWORKS.values()}
 CORRECTING = tuple(FRAMEWORKS[id].title for id in ("verl", "trl", "nemo-rl", "prime-rl"))
 # Of kernels with sinks: eager has 3 copies of the scores of 64 heads in bf16.
 KERNEL_COSTS = {
-    "flex_attention": "keeps no scores, needs a GPU",
-    "eager": "keeps every score: 98 GB for one sequence of 16,000 tokens",
+    "flex_attention": "stores no attention matrix, needs a GPU",
+    "eager": "stores the attention matrix: 98 GB at 16,000 tokens",
 }
 
 
@@ -90,7 +90,7 @@ class Recipe:
         """
         cost = f", {KERNEL_COSTS[self.selects]}" if self.selects in KERNEL_COSTS else ""
         if self.selects and self.selects not in ran:
-            return f"equivalent, not measured: {self.selects}{cost}"
+            return f"not run, should give the same result: {self.selects}{cost}"
         if self.selects and self.selects == ran[0]:
             return f"measured: {self.selects}{cost}"
-        return "the same setting, not measured in this framework" if in_trainer else ""
+        return "the same setting, not run in this framework" if in_trainer else ""

@@ -437,7 +437,7 @@ class TrainSpec:
         MasterDtype,
         Flag(
             TRAIN,
-            "Dtype of the sharded parameters; auto: the checkpoint's, if that is exact.",
+            "Dtype of FSDP's parameter shards; auto: the checkpoint's, if that loses nothing.",
             rare=True,
         ),
     ] = "auto"
@@ -566,7 +566,7 @@ class CheckSpec:
         Flag(
             TRAIN,
             "Compare PPO's two passes, also with router replay (two more passes); "
-            "default: only what the noise floor measures.",
+            "default: only the passes of the noise floor.",
             rare=True,
         ),
     ] = None

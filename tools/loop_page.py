@@ -182,9 +182,6 @@ def picture(report: LoopReport) -> None:
         for axes, name in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
             draw(report, name, axes)
             axes.set_title(PANELS[name].label, fontsize="medium", loc="left")
-            axes.get_legend().remove()
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
         figure.savefig(PICTURE, format="svg", facecolor="white", metadata={"Date": None})
     document = PICTURE.read_text("utf-8")
     for sentinel, colour in COLOURS.items():

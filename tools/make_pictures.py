@@ -115,6 +115,11 @@ def write_table(reports: dict[str, Report]) -> None:
         f"{min(sizes):,} to {max(sizes):,} tokens each, 64 prompts × 4 samples, on a CPU. Larger "
         "models show more mismatch: see “is this normal?” in a report.",
     ]
+    lines += [
+        f"{name}: {report.verdict.status.upper()}, because {report.verdict.reason}."
+        for name, report in reports.items()
+        if report.verdict.status == "tolerable"  # of the others the name says why
+    ]
     path = ROOT / "README.md"
     before, _, rest = path.read_text().partition(MARKERS[0])
     _, _, after = rest.partition(MARKERS[1])

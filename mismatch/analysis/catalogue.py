@@ -17,6 +17,7 @@ class Entry:
         confirm: the experiment that separates it from those that look alike.
         mend: the fix, as one action.
         seen: issues with this root cause, as owner/repo#number.
+        lead: the headline where the side is known, with {side} and {other}; "": the title.
         choice: what a user chose by it, where it is a price and no fault; else "".
         picture: why the gallery has none; "" where it has one.
         frameworks: name of a framework -> what sets it or shows it there, as read at its source.
@@ -29,6 +30,7 @@ class Entry:
     confirm: str
     mend: str
     seen: tuple[str, ...] = ()
+    lead: str = ""
     choice: str = ""
     picture: str = ""
     frameworks: Mapping[str, str] = field(default_factory=dict, hash=False)

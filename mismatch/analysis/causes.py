@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mismatch.analysis.catalogue import title_of
 from mismatch.analysis.cause_results import (
     KINDS,
     LITTLE,
@@ -173,7 +174,8 @@ def cause_checks(causes: Causes | None, explained: bool = False) -> list[Check]:
         return []
     first = named[0]
     more = f" (and {len(named) - 1} more)" if len(named) > 1 else ""
-    detail = f"{first.id} is {first.status}, side {first.side}{more}"
+    where = "side not known" if first.side == "either" else f"in the {first.side}"
+    detail = f"{title_of(first.id)} ({first.id}): {first.status}, {where}{more}"
     known = explained or first.made_here or first.status == "confirmed"
     return [Check("causes", "warning", detail, "" if known else "--explain confirms or rules out")]
 

@@ -100,7 +100,7 @@ def exact_checks(comparison: Comparison) -> list[Check]:
     name = KL if KL in comparison.metrics else KL_TOPK
     exact, sampled = comparison.metrics[name], comparison.metrics["kl_at_exact"]
     what = (
-        f"k1 {sampled.value:.3g}, exact {exact.value:.3g} nats at {exact.n_tokens} positions: "
+        f"k1 {sampled.value:.3g}, exact {exact.value:.3g} nats at {exact.n_tokens:,} positions: "
         f"{100 * gap.value:.0f} % of what chance allows"
     )
     if np.isfinite(gap.value) and gap.value <= 1.0:

@@ -90,11 +90,11 @@ class Lead:
         """Say what it is, how sure that is, and which checks failed because of it."""
         cause = self.cause
         how = "made by what ran in place of a setting" if cause.made_here else "confirmed"
-        side = "side not known" if cause.side == "either" else f"side {cause.side}"
+        side = "side not known" if cause.side == "either" else f"in the {cause.side}"
         text = f"{title_of(cause.id).rstrip('.')} ({cause.id}, {how}, {side})"
         names = [check.id for check in self.failed]
         if names:
-            text += f"; failed because of it: {', '.join(names)}"
+            text += f"; checks that failed because of it: {', '.join(names)}"
         return text
 
 

@@ -282,7 +282,7 @@ def verdict(
         status, reason = fit.status, fit.reason
     elif status == "broken" and fit.status == "unfit":
         beyond = sum(item.status == "unfit" for item in judgements)
-        reason += f"; {beyond} of {len(judgements)} judged metrics are unfit as well"
+        reason += f"; {beyond} of {len(judgements)} metrics are unfit, too"
     return Verdict(status, reason, column or NO_COLUMN, tuple(judgements), correct, fit)
 
 
@@ -295,7 +295,7 @@ def _correctness(checks: Sequence[Check], unmeasured: str) -> Answer:
         check for check in checks if check.status == "inconclusive" and check.id != ENTROPY
     ]
     if failed:
-        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
         return Answer("broken", f"check {failed[0].id} failed{more}: {failed[0].detail}")
     if little:
         return Answer("inconclusive", little[0].detail)
@@ -318,7 +318,7 @@ def _fitness(
     """Can training tolerate it?"""
     if column is None:
         known = ", ".join(PRECISION)
-        reason = f"not judged: a side does not say in which dtype ({known}) it computes"
+        reason = f"not judged: a side does not state its dtype ({known})"
         return Answer("inconclusive", reason)
     if not judgements:
         return Answer("inconclusive", "nothing could be compared")
@@ -339,17 +339,29 @@ def _reason(status: Status, deciding: list[Judgement], total: int) -> str:
     if status == "healthy":
         other = f" ({EXACT} by k3_kl, which estimates it)" if deciding[-1].inconclusive else ""
         return f"all {total} judged metrics are within their healthy bounds{other}"
-    names = ", ".join(item.metric for item in deciding[1:])
+    names = ", ".join(_label(item) for item in deciding[1:])
     first = deciding[0]
-    text = f"{first.metric} {first.value:.3g}"
+    text = f"{_label(first)}: {_written(first, first.value)}"
     if status == "unfit":
-        more = f"; so {'is' if len(deciding) == 2 else 'are'} {names}" if names else ""
-        return f"{text} is beyond its unfit bound {first.unfit:g}{more}"
+        more = f"; also beyond their limits: {names}" if names else ""
+        return f"{text}, limit {_written(first, first.unfit)}{more}"
     if status == "inconclusive" or first.inconclusive:
         text += _spans(first, deciding)
     else:
-        text += f" is beyond its healthy bound {first.healthy:g}"
-    return text + (f"; not healthy either: {names}" if names else "")
+        text += f", beyond its healthy bound {_written(first, first.healthy)}"
+    return text + (f"; also not healthy: {names}" if names else "")
+
+
+def _label(item: Judgement) -> str:
+    """Return a metric's name as tables have it."""
+    metric = METRICS.get(item.metric)
+    return metric.label.partition(",")[0] if metric and metric.label else item.metric
+
+
+def _written(item: Judgement, value: float) -> str:
+    """Return a value or bound of a metric: a share in percent."""
+    share = (metric := METRICS.get(item.metric)) is not None and metric.unit == "share"
+    return f"{100 * value:.3g} %" if share else f"{value:.3g}"
 
 
 def prompts_to_decide(deciding: Sequence[Judgement]) -> int | None:
@@ -364,10 +376,11 @@ def _spans(item: Judgement, deciding: Sequence[Judgement]) -> str:
     sign = -1.0 if item.healthy > item.unfit else 1.0
     undecided = item.status == "inconclusive"  # else no value that the interval allows is unfit
     name, bound = ("unfit", item.unfit) if undecided else ("healthy", item.healthy)
+    written = _written(item, bound)
     if sign * item.value <= sign * bound:
-        text = f" is within its {name} bound {bound:g}, but its interval reaches beyond it"
+        text = f", within its {name} bound {written}, but its interval reaches beyond it"
     else:
-        text = f" is beyond its {name} bound {bound:g}, but its interval reaches back over it"
+        text = f", beyond its {name} bound {written}, but its interval includes it"
     if (wanted := prompts_to_decide(deciding)) is not None:
         text += f" (about {wanted:,} prompts would settle it)"
     return text

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mismatch.analysis.displaced import device_class, levels_for
-from mismatch.analysis.results import Block, LongGap, LongSequence, OneSide, sentence
+from mismatch.analysis.results import Block, LongGap, LongSequence, OneSide, sentence, short
 from mismatch.analysis.square import PlainCost, incomparable, precision_of, same_law
 from mismatch.keys import FLOAT32, PLAIN, REFERENCE, REFERENCE_LONG, TRAIN, Key, yardsticks
 from mismatch.run import store
@@ -129,6 +129,6 @@ def checks(result: LongSequence) -> tuple[Check, ...]:
         fix = "" if gap.status == "passed" else FROM_THE_START if gap.begins == 1 else (
             "compare what depends on position: rotary settings, attention window, chunked prefill"
         )  # fmt: skip
-        detail = f"{sentence(result, gap)} (level {gap.passed:.2g})"
+        detail = f"{sentence(result, gap)} (level {short(gap.passed, 2)})"
         made.append(Check(id_, gap.status, detail, fix))
     return tuple(made)

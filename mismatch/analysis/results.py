@@ -88,11 +88,11 @@ class FarTokens:
     def __str__(self) -> str:
         places = "; ".join(
             f"token {each.token} at position {each.position} of sequence {each.sequence} by "
-            f"{each.nats:.2g}"
+            f"{short(each.nats, 2)}"
             for each in self.worst
         )
         tokens = "1 token is" if self.count == 1 else f"{self.count:,} tokens are"
-        return f"{tokens} more than {self.bound:.2g} nats off: {places}"
+        return f"{tokens} more than {short(self.bound, 2)} nats off: {places}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,15 @@ class Square:
     displaced: tuple[Displaced, ...] = ()
     declared: Estimate | None = None
     nearest: Estimate | None = None
+
+
+def short(value: float, digits: int = 3) -> str:
+    """Return a number to some significant digits, its exponent without zeros.
+
+    >>> short(2.319e-7), short(1e-5), short(0.5)
+    ('2.32e-7', '1e-5', '0.5')
+    """
+    return f"{value:.{digits}g}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def check_id(finding: Finding) -> str:
@@ -329,22 +338,22 @@ def sentence(result: LongSequence, gap: LongGap) -> str:
     where = "at every position" if (gap.begins or 0) <= 1 else f"from position {gap.begins:,} on"
     if gap.rounded and gap.status == "passed":
         return (
-            f"up to position {result.tokens:,} {name} as it runs rounds like a plain forward: "
-            f"{off} times as far from the float32 reference"
+            f"up to position {result.tokens:,} the error of {name} is {off} times that of a plain "
+            "forward, which is rounding"
         )
     if gap.rounded:
         return f"{where} the error of {name} is {off} times that of a plain forward"
     median = float(np.max([block.nats for block in gap.blocks[1:]]))
     if gap.begins is None:
         return (
-            f"at all {result.tokens:,} positions {name} in float32 agrees with the float32 "
-            f"reference: the median token of a block is within {median:.2g} nats"
+            f"in float32 {name} agrees with the reference at all {result.tokens:,} positions: the "
+            f"median token is {f'within {short(median, 2)} nats' if median else 'identical'}"
         )
-    what = f"the median token of a block is up to {median:.2g} nats off"
+    what = f"the median token is up to {short(median, 2)} nats off"
     if median <= gap.passed:
         rare = max(block.rare for block in gap.blocks)
-        what = f"one token in 200 of a block is {rare:.2g} nats off, or more"
-    return f"{where} {name} in float32 computes another function than the float32 reference: {what}"
+        what = f"one token in 200 is {short(rare, 2)} nats off, or more"
+    return f"{where} {name} computes the wrong function: in float32 {what}"
 
 
 SAID = {
@@ -356,11 +365,11 @@ SAID = {
 
 def displacement(finding: Displaced) -> str:
     """Return how many prompts are how far from float32, and how many a plain forward has."""
-    far, plain = f"{finding.nats:.2g} nats", f"{finding.nats / finding.factor:.2g}"
+    far, plain = f"{short(finding.nats, 2)} nats", short(finding.nats / finding.factor, 2)
     return (
         f"in {finding.beyond} of {finding.n_prompts} prompts {finding.scoring} "
         f"{SAID[finding.kind]} more than {far} from float32; precision alone puts "
-        f"{finding.plain_beyond} beyond {plain} (p = {finding.chance:.1g})"
+        f"{finding.plain_beyond} beyond {plain} (p = {short(finding.chance, 1)})"
     )
 
 

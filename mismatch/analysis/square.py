@@ -123,11 +123,11 @@ def measure(run: RunArtefacts, spec: CheckSpec) -> Square | NotTested:
     """Return the square of the scorings that a run holds."""
     what = "rounding or fault (the square)"
     if spec.rollout.engine.engine == "recorded":
-        return NotTested(what, "a dump holds no float32 pass")
+        return NotTested(what, "a dump cannot tell a fault from rounding")
     if spec.quick:
         return NotTested(what, "left out by --depth quick")
     if not spec.noise_floor:
-        return NotTested(what, "its float32 reference was switched off: --no-noise-floor")
+        return NotTested(what, "left out by --no-noise-floor")
     if REFERENCE not in run.usable:
         reason = run.refused.get(REFERENCE, "the run holds no float32 reference")
         return NotTested(what, reason)

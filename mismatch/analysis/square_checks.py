@@ -19,6 +19,7 @@ from mismatch.analysis.results import (
     displacement,
     rounds_alike,
     shared,
+    short,
 )
 from mismatch.analysis.square import FP8_KV
 from mismatch.keys import FIRST, Key
@@ -160,10 +161,10 @@ def _fix(
 def detail(finding: Finding, square: Square) -> str:
     """Return the number, its interval and its level."""
     value = finding.value
-    shown = f"{value.value:.3g}"
+    shown = short(value.value)
     if value.low is not None and value.high is not None:
-        shown += f" [{value.low:.3g}, {value.high:.3g}]"
-    level = f"level {finding.level:g}"
+        shown += f" [{short(value.low)}, {short(value.high)}]"
+    level = f"level {short(finding.level)}"
     if finding.evidence == "excess":
         plain = next((leg.plain for leg in square.legs if leg.scoring == finding.scoring), "")
         cost = "bf16 with an fp8 KV cache" if FP8_KV in plain else "precision"

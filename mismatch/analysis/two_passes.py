@@ -89,7 +89,7 @@ def _notes(spec: CheckSpec, old: Scoring, new: Scoring, replayed: Scoring | None
     moe = bool(old.fingerprint.get("moe"))
     if replayed is None and moe and not replay_of(old.fingerprint):
         notes.append(
-            "router replay in the new pass: needs the trainer's routes: drop --no-routing"
+            "router replay in the new pass: needs the trainer's routes: run without --no-routing"
             if not spec.train.routing
             else "router replay in the new pass: run it with --two-passes"
         )

@@ -11,7 +11,7 @@ from mismatch.errors import MismatchError
 
 @with_flags(CHECK)
 def check(flags: Flags) -> int:
-    """Sample, score the same tokens under FSDP2, compare, judge.
+    """Sample with your engine, re-score with your trainer, judge the difference.
 
     Exit code 0: healthy or tolerable. 1: inconclusive, unfit or broken. 2: nothing measured.
 

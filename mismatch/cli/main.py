@@ -22,7 +22,7 @@ from mismatch.version import __version__
 # name, imported when it is run; those of features follow in the group that they name.
 GROUPS = {
     "Check and its results": {
-        "check": "Sample, score the same tokens under FSDP2, compare, judge.",
+        "check": "Sample with your engine, re-score with your trainer, judge the difference.",
         "rollout": "Sample in the engine; score later, here or elsewhere.",
         "score": "Score the tokens of a run under FSDP2.",
         "compare": "Compare a run again, or any two scorings of the same tokens.",

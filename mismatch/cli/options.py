@@ -117,7 +117,7 @@ NEW_RUN = (
 TRUST_RUN = switch(
     "trust_run",
     OUTPUT,
-    "Let the run's spec name interpreters, engine arguments, functions and remote code.",
+    "Trust this run: allow code and arguments recorded in it.",
 )
 FIX_FLAGS = flags_of(CheckSpec, "fixes budget_minutes verdict explain")
 FEATURE_FLAGS: tuple[Option, ...] = tuple(

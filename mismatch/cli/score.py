@@ -64,7 +64,7 @@ def score(flags: Flags) -> int:
 
     name = flags["name"]
     if name is not None and not re.fullmatch(PLAIN_NAME, name):
-        fault = f"--name {name!r} is no plain name"
+        fault = f"--name {name!r} is not a plain name"
         raise MismatchError(fault, "use letters, digits, dots, underscores")
     run: Path = flags["run"]
     stored = load_spec(run)

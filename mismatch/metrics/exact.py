@@ -225,7 +225,7 @@ def _at_exact(name: str, label: str, meaning: str) -> Function:
 
 
 kl_at_exact = _at_exact("kl", "k1, same positions", "what k1 says of the same positions")
-k3_kl_at_exact = _at_exact("k3_kl", "k3, same positions", "what k3 says of the same positions")
+k3_kl_at_exact = _at_exact("k3_kl", "k3, same positions", "what k3 gives on the same positions")
 
 
 @metric(

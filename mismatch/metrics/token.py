@@ -80,7 +80,7 @@ def kl(delta: Floats) -> Floats:
 @metric(
     "nats²",
     "k2 KL, nats per token",
-    "mean of delta²/2: a biased but calm estimate",
+    "mean of delta²/2: an estimate of KL with bias and little noise",
     bounds=POSITIVE,
 )
 def k2_kl(delta: Floats) -> Floats:
@@ -290,7 +290,7 @@ ratio_outside_2 = _outside(
 @metric(
     "share",
     "PPO clips at step 0",
-    "share of ratios outside the clip range although nothing was trained yet",
+    "share of ratios outside the clip range before any training",
 )
 def clip_fraction(delta: Floats, eps_low: float = CLIP, eps_high: float = CLIP) -> Floats:
     """Share of tokens with rho outside [1 - eps_low, 1 + eps_high] at step 0.

@@ -307,7 +307,7 @@ def require_adapter(spec: EngineSpec | TrainSpec) -> None:
     if quantised or spec.weights != AS_STORED:
         what = "is quantised" if quantised else f"is asked for as {spec.weights}"
         raise MismatchError(
-            f"{spec.model} {what}: an adapter is merged into weights in bf16, fp16 or fp32 alone",
+            f"{spec.model} {what}: an adapter can only be merged into bf16, fp16 or fp32 weights",
             "name that checkpoint with --model" if quantised else "drop that flag, or --adapter",
         )
     if found.weights is not None and any(found.weights.glob("*.safetensors")):

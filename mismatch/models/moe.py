@@ -109,7 +109,7 @@ def _require_engine_routes(
 ) -> None:
     if not routing:
         fault = f"--replay-routing {train.replay_routing}: the engine's experts are not captured"
-        raise MismatchError(fault, "drop --no-routing")
+        raise MismatchError(fault, "run without --no-routing")
     if train.replay_routing == "ids+weights" and engine not in weight_givers:
         given = ", ".join(weight_givers)
         raise MismatchError(

@@ -254,7 +254,9 @@ class Adapters(Checkpoint):
                     module = name.removesuffix(".weight")
                     self._base[module] = (*tensor.shape, rms)
         if not self._base:
-            fault = f"{self.directory} has no linear layers that an adapter is made for here"
+            fault = (
+                f"{self.directory} has no linear layers that the adapter of this probe can change"
+            )
             raise MismatchError(fault, "another --path")
 
     def names(self) -> list[str]:

@@ -307,11 +307,11 @@ def without_square(spec: CheckSpec, comparisons: list[Comparison], results: dict
     if "square" in results or not comparisons:
         return ""
     if spec.rollout.engine.engine == "recorded":
-        return "a dump holds no float32 pass (mismatch read-rollouts and score make one)"
+        return "a dump cannot tell a fault from rounding (mismatch read-rollouts, then score, can)"
     reason = "the float32 passes were left out (--depth quick)" if spec.quick else ""
     if not reason and not spec.noise_floor:
-        reason = "the float32 reference was switched off (--no-noise-floor)"
-    return reason or "the run holds no float32 passes that could be used"
+        reason = "the float32 passes were left out (--no-noise-floor)"
+    return reason or "the run has no usable float32 pass"
 
 
 def measured(
@@ -511,7 +511,7 @@ def not_tested(
         )
     longest = max(int(np.diff(rollout.offsets).max()), reach)
     how = "" if recorded else "--context-length"
-    yield NotTested(f"positions beyond {longest}", "no sequence of the run is longer", how)
+    yield NotTested(f"positions beyond {longest:,}", "no sequence of the run is longer", how)
     if train.fingerprint.get("reads_images"):
         yield NotTested("images", "no prompt has one: the language model alone ran")
     if rollout.turn.max() <= 1:

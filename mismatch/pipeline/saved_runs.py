@@ -187,7 +187,7 @@ def judged_again(report: Report, thresholds: Thresholds | None = None) -> Verdic
             each.metric: {stored.levels: Level(each.healthy, each.unfit, each.source)}
             for each in stored.judgements
         }
-    unmeasured = "the run holds no float32 passes that could be used"
+    unmeasured = "the run has no usable float32 pass"
     # The report of two scorings, and one that could compare nothing, ask for no square.
     if (
         column == "fp32"

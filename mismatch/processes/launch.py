@@ -336,7 +336,7 @@ def finish(
         worker.require_activity(watch)
         if time.monotonic() > end:
             worker.stop()
-            raise MismatchError(f"the {worker.label} process took longer than it was given")
+            raise MismatchError(f"the {worker.label} process exceeded its time limit")
         for other in beside:
             other.ended()
         time.sleep(POLL_S)

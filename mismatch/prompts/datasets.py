@@ -190,9 +190,9 @@ def _explained(error: Exception, reason: str, name: str, spec: PromptSpec) -> Mi
     arguments = ", ".join(repr(item) for item in (name, spec.dataset_config) if item)
     return MismatchError(
         message,
-        f"if the hub cannot be reached from here: on a machine that can, "
-        f"datasets.load_dataset({arguments}).save_to_disk('DIR'), copy DIR here, --dataset DIR; "
-        "with a filled cache, HF_HUB_OFFLINE=1 reads from it",
+        f"if this machine cannot reach the hub, run datasets.load_dataset({arguments})"
+        ".save_to_disk('DIR') on a machine that can, copy DIR here and give --dataset DIR; "
+        "HF_HUB_OFFLINE=1 reads from a filled cache",
     )
 
 

@@ -76,6 +76,11 @@ def meanings_of(asked: str) -> list[Meaning]:
     for word, text in wording("glossary").items():
         if name.lower() in word.lower().split(", "):
             found.append(Meaning("word", word, {"is": text}))
+    if not found:  # tables and verdicts have labels
+        labels = {
+            metric: (metric.label, metric.label.partition(",")[0]) for metric in METRICS.values()
+        }
+        found = [Meaning("metric", m.name, _facts(m, [])) for m in labels if name in labels[m]]
     if not found:
         logged = {
             a.name.rpartition("/")[2] for each in framework_names.aliases().values() for a in each
@@ -83,7 +88,7 @@ def meanings_of(asked: str) -> list[Meaning]:
         known = {*logged, *(each for all_ in names().values() for each in all_)}
         guess = did_you_mean(name, sorted(known))
         raise MismatchError(
-            f"{asked!r} is no name in a report", f"{guess}mismatch explain lists all"
+            f"no report calls anything {asked!r}", f"{guess}mismatch explain lists all names"
         )
     return found
 

@@ -125,6 +125,10 @@ def _log(client: Any, tracker: str, record: Record) -> None:
             for name, text in record.settings.items():
                 writer.add_text(name, text, 0)
     elif tracker == "mlflow":
+        if "MLFLOW_TRACKING_URI" not in os.environ and find_spec("sqlalchemy") is None:
+            # mlflow-skinny's default store needs sqlalchemy; its store of files has to be allowed.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            client.set_tracking_uri((Path.cwd() / "mlruns").as_uri())
         if not os.environ.keys() & {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"}:
             client.set_experiment(PROJECT)
         with client.start_run(run_name=record.name):

@@ -241,7 +241,10 @@ def verify(run_dir: Path | str, name: str) -> None:
     if not path.exists() or not (run_dir / NAME).exists():
         return
     if entry is None:
-        _refuse(path, f"is not listed in {NAME}: its writer was interrupted, or it was put there")
+        _refuse(
+            path,
+            f"is not listed in {NAME}: its writer was interrupted, or something else put it there",
+        )
     size = path.stat().st_size
     if size < entry["bytes"]:
         _refuse(path, f"is truncated: {size:,} of {entry['bytes']:,} bytes")

@@ -49,7 +49,7 @@ def read_config(spec: TrainSpec) -> Any:
     for part in () if spec.trust_remote_code else parts:
         for what in ("_attn_implementation", "_experts_implementation"):
             if "/" in str(getattr(part, what, "")):
-                fault = f"{spec.model} names a kernel of a hub: {what[1:]} {getattr(part, what)}"
+                fault = f"{spec.model} names a kernel from a hub: {what[1:]} {getattr(part, what)}"
                 fix = "it is code: --trust-remote-code, or take the entry out of its config.json"
                 raise MismatchError(fault, fix)
     return config

@@ -56,7 +56,7 @@ def load_function(text: str) -> tuple[Callable[..., Any], str]:
         raise MismatchError(fault, "write it as package.module:function, or with @MASK")
     if "@" in text and mask not in MASKS:
         fault = f"{text}: there is no mask {mask!r}"
-        raise MismatchError(fault, f"after @ comes one of {', '.join(MASKS)}")
+        raise MismatchError(fault, f"write one of these after @: {', '.join(MASKS)}")
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -73,7 +73,7 @@ def load_function(text: str) -> tuple[Callable[..., Any], str]:
             raise MismatchError(f"{text}: {module_name} has no {name}", "check the name after ':'")
         function = getattr(function, part)
     if not callable(function):
-        raise MismatchError(f"{text}: {name} is no function", "name something that can be called")
+        raise MismatchError(f"{text}: {name} is no function", "name a function or another callable")
     return function, mask or DEFAULT_MASK
 
 

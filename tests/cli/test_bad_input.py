@@ -417,7 +417,7 @@ ARTEFACTS = {
     "report of another version": (earlier_report, "mismatch.report/0"),
     "report that nothing wrote": (edited("report.json", "{}", "report"), "is not listed in"),
     "score of no run": (lambda run: ["score", "nowhere"], "no run in nowhere"),
-    "score under a bad name": (on_run("score", "--name", "a/b"), "no plain name"),
+    "score under a bad name": (on_run("score", "--name", "a/b"), "not a plain name"),
     "score with other settings": (
         on_run("score", *TINY, "--train-dtype", "fp32"),
         "dtype: 'bf16' there, 'fp32' asked",

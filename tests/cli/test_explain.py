@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mismatch.errors import MismatchError
+from mismatch.metrics import METRICS
 from mismatch.metrics.framework_names import aliases
 from mismatch.reports.meanings import meanings_of, names
 from tests.command import mismatch
@@ -39,6 +40,13 @@ def test_a_frameworks_name_is_found_with_and_without_its_group() -> None:
         for alias in held:
             for asked in (alias.name, alias.name.rpartition("/")[2], f"actor/{alias.name}"):
                 assert metric in [meaning.name for meaning in meanings_of(asked)]
+
+
+def test_a_metric_is_found_by_the_label_of_tables_and_of_the_verdict() -> None:
+    for metric in METRICS.values():
+        for label in {metric.label, metric.label.partition(",")[0]} - {""}:
+            found = meanings_of(label)
+            assert metric.name in [each.name for each in found] or found[0].kind == "word"
 
 
 def test_a_name_of_several_kinds_is_told_of_each() -> None:

@@ -157,7 +157,7 @@ def test_one_long_sequence_reaches_beyond_the_runs_own(default_run):
     kinds = {f"long-sequence-{side}" for side in ("engine", "trainer")}
     assert kinds | {f"{kind}-rounding" for kind in kinds} <= default_run.checks.keys()
     untested = {entry["what"] for entry in default_run.report["not_tested"]}
-    assert "positions beyond 2047" in untested
+    assert "positions beyond 2,047" in untested
     assert "One long sequence" in (default_run.directory / "report.html").read_text()
 
 

@@ -67,7 +67,7 @@ SUBSTITUTIONS = (
 LEFT_OPEN = re.compile(r"…|\b(?!RUN\b|HOME\b)[A-Z]{3,}\b(?!=)")
 # Lines that start no engine, and the exchange of files.
 QUICK = re.compile(
-    r"^make |^uvx |--dry-run|mismatch (doctor|postmortem|watch)\b|runs/A\b|adds a column"
+    r"^make |^uvx |--dry-run|mismatch (doctor|explain|postmortem|watch)\b|runs/A\b|adds a column"
 )
 # Lines that write a report (a comparison of two runs: its own), and may find something broken.
 JUDGES = re.compile(
@@ -242,6 +242,10 @@ def reader(
     for name, text in files.items():
         (folder / name).write_text(text)
     dumped(folder / "logs" / "train_data_step12.jsonl")
+    random = np.random.default_rng(0)
+    columns = [(-random.exponential(1.0, 30)).tolist() for _ in range(64)]  # two, of a fault
+    rows = [{"rollout_logprobs": a, "train_logprobs": [x - 0.3 for x in a]} for a in columns]
+    (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dumped(folder / "outputs" / "token_exports" / "step_12.jsonl")
     places = {"tree": str(installed / "tree"), "newer": sys.prefix, "model": model}
     return Reader(folder, installed / "base" / "bin", places, lacks)
@@ -279,6 +283,36 @@ print([name for name in names if importlib.util.find_spec(name)], mismatch.__fil
     assert done.stdout.split() == ["[]", done.stdout.split()[-1]]
     assert done.stdout.split()[-1].startswith(str(installed / "base"))
     subprocess.run([python, "-m", "pip", "check"], env=env, check=True)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(900)
+def test_a_newcomer_reaches_an_answer_about_their_own_run(tmp_path: Path, installed: Path) -> None:
+    """By the lines of one page, in an environment that holds the base package alone."""
+    someone = reader(tmp_path, installed, {"env": sys.executable})
+    page = LINES[ROOT / "docs" / "start" / "your-run.md"]
+    assert len(page) == 4
+    for line in [Line("", "mismatch --help"), Line("", "mismatch demo --no-browser"), *page]:
+        someone.types(line)
+    judged = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/report.json")]
+    assert {report["verdict"]["status"] for report in judged} == {"broken", "inconclusive"}
+
+
+def test_what_a_fresh_environment_is_told_to_install_resolves(installed: Path) -> None:
+    """Every extra that a page names is one of the wheel's; nothing is installed."""
+    texts = [page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")]
+    named = {name for text in texts for name in re.findall(r"\./mismatch\[([\w,-]+)\]", text)}
+    assert {"vllm", "sglang", "vllm,datasets"} <= named
+    extras = ",".join(sorted(named))
+    options = ("--dry-run", "--no-deps", "--no-build-isolation", "--no-index")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, f"{installed / 'tree'}[{extras}]"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "provide the extra" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", named([page for page in PAGES if SHORT[page]], "how-to"))

@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 from mismatch.analysis.catalogue import catalogue
 from mismatch.cli import main
 from mismatch.cli.main import app
+from mismatch.engines.sglang import INFO
 from mismatch.metrics import METRICS
 from mismatch.reports import documentation
 from mismatch.reports.formatting import wording
 from mismatch.reports.html import to_html
+from mismatch.version import INSTALLED_FROM
 from tests.report_makers import EXAMPLES, MAKERS
 from tools import set_addresses, site_pages
 
@@ -110,3 +112,19 @@ def test_the_workflows_set_the_addresses_before_they_build() -> None:
         text = (DOCS.parent / ".github" / "workflows" / f"{name}.yml").read_text("utf-8")
         before = text[: text.index(builds)].rpartition("actions/checkout")[2]
         assert 'tools/set_addresses.py "$GITHUB_REPOSITORY"' in before, builds
+
+
+@pytest.mark.parametrize("page", ["start/install", "how-to/sglang", "how-to/monitor", "how-to/ci"])
+def test_a_fresh_environment_is_given_what_can_be_installed(page: str) -> None:
+    """The distribution's name resolves only after the first release, or where it is installed."""
+    text = (DOCS / f"{page}.md").read_text("utf-8")
+    given = re.findall(r"pip install '?((?:\./mismatch|train-infer-mismatch)[^\s'`]*)", text)
+    assert given
+    assert all(each.partition("[")[0] == INSTALLED_FROM for each in given)
+
+
+def test_the_action_installs_its_own_checkout() -> None:
+    action = yaml.safe_load((DOCS.parent / "action.yml").read_text("utf-8"))
+    assert action["inputs"]["install"]["default"] == ""
+    assert '"${PACKAGE:-$GITHUB_ACTION_PATH}"' in action["runs"]["steps"][0]["run"]
+    assert f"{INSTALLED_FROM}[sglang]" in INFO.install_hint

@@ -295,7 +295,7 @@ def test_verdict_is_the_worst():
     worst = verdict(judged("tolerable", "unfit", "inconclusive"), [PASSED], "bf16 MoE")
     assert worst.status == "unfit"
     assert worst.levels == "bf16 MoE"
-    assert worst.reason.startswith("probs_diff_mean ")
+    assert worst.reason.startswith("probability gap: ")
     assert numbers(worst.reason) == [0.5, 0.4]  # its value and its unfit bound
     assert len(worst.judgements) == 3
 
@@ -356,8 +356,8 @@ def test_an_undecided_warning_says_how_many_prompts_decide():
     assert "256 prompts" in verdict([undecided], [], "fp32").reason.replace("257", "256")
     certain = judge_one("probs_diff_mean", estimate(5e-3, 4e-3, 6e-3), K3)
     reason = verdict([undecided, certain], [], "fp32").reason
-    assert reason.startswith("probs_diff_mean")
-    assert "k3_kl" in reason
+    assert reason.startswith("probability gap: ")
+    assert "k3 KL" in reason
 
 
 def test_exit_codes():

@@ -22,7 +22,7 @@ SAID = {
     "ess_seq": rf"weights keep {NUMBER} of the batch",
     "ratio_outside_2": rf"{NUMBER} of tokens differ by more",
     "routing_disagree_layer": rf"{NUMBER} of choices differ",
-    "routing_near_tie_flipped": rf"{NUMBER}(?: \([^)]*\))? of (?:flips|these) are near-ties",
+    "routing_near_tie_flipped": rf"[rR]ounding explains {NUMBER}(?: \([^)]*\))? of the",
 }
 
 

@@ -146,10 +146,13 @@ def wandb_records(data: bytes, block: int = 32768) -> Iterator[bytes]:
 
 
 @needs("mlflow")
-def test_mlflow_reads_them_back(example: Path) -> None:
-    address = f"file://{example}/ml"
-    report_to("mlflow", example, MLFLOW_TRACKING_URI=address, MLFLOW_ALLOW_FILE_STORE="true")
-    (file,) = (example / "ml").glob("*/*/metrics/mismatch/k3_kl")
+@pytest.mark.parametrize("address", ["file", ""])
+def test_mlflow_reads_them_back(example: Path, address: str) -> None:
+    """Also without any setting, where mlflow-skinny's own default store cannot be used."""
+    store = example / "ml" if address else example.parent / "mlruns"
+    where = {"MLFLOW_TRACKING_URI": f"file://{store}", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    report_to("mlflow", example, **(where if address else {}))
+    (file,) = store.glob("*/*/metrics/mismatch/k3_kl")
     run = file.parents[2]
     metrics = run / "metrics"
     numbers = {

@@ -31,14 +31,14 @@ def attention_sinks(right: SideFacts) -> Check:
     """Check that the trainer's kernel honours the model's learned sinks, if it has any."""
     honours, kernel = right.get("honours_sinks", "not said"), right.get("attention")
     if honours == "not said":
-        named = f"the trainer runs {kernel} and does not say whether it honours learned sinks"
+        named = f"the trainer runs {kernel} and does not say whether it uses the model's sinks"
         unnamed = "the trainer does not name its kernel"
         return Check("attention-sinks", "not_tested", named if kernel else unnamed)
     if honours is None:
         return Check("attention-sinks", "passed", f"the model has none ({kernel})")
     if honours:
-        return Check("attention-sinks", "passed", f"{kernel} honours the learned sinks")
-    detail = f"the trainer's attention kernel ignores the learned sinks: {kernel}"
+        return Check("attention-sinks", "passed", f"{kernel} uses the model's sinks")
+    detail = f"the trainer's attention ignores the model's sinks: {kernel}"
     fix = "train with a kernel that honours sinks; here: --attention auto"
     return failed("attention-sinks", detail, fix)
 

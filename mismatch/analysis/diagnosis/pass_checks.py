@@ -112,7 +112,7 @@ def not_finite(scoring: Scoring) -> str:
     """Return how many logprobs or entropies of a scoring are no numbers, as a phrase; "": none."""
     for what, values in (("logprobs", scoring.logprobs), ("entropies", scoring.entropy)):
         if values is not None and not np.isfinite(values).all():
-            return f"{int((~np.isfinite(values)).sum())} of {len(values)} {what} are not finite"
+            return f"{int((~np.isfinite(values)).sum()):,} of {len(values):,} {what} are not finite"
     return ""
 
 
@@ -139,7 +139,7 @@ def enough_data(rollout: Rollout) -> Check:
     reason = f"{empty} of {rollout.n_sequences} sequences hold no action token"
     if empty > MOST_EMPTY * rollout.n_sequences:
         return Check("enough-data", "warning", reason, "look at the action mask and the prompts")
-    detail = ", ".join(f"{have} {what}" for what, (have, _) in sizes.items())
+    detail = ", ".join(f"{have:,} {what}" for what, (have, _) in sizes.items())
     return Check("enough-data", "passed", detail + (f"; {reason}" if empty else ""))
 
 
@@ -262,7 +262,8 @@ def _agreement(
     share, size = (e.value if e.low is None else e.low for e in (clipped, mean))
     detail = (
         f"{again.name} against {train.name}{IN_OTHERS.get(again.name.partition(':')[2], '')}: "
-        f"{clipped.value:.3g} of the tokens lie beyond PPO's clip range (level {clips[0]:.3g}), "
+        f"{100 * clipped.value:.3g} % of the tokens lie beyond PPO's clip range (level "
+        f"{100 * clips[0]:.3g} %), "
         f"mean |delta| {mean.value:.3g} nats (level {sizes[0]:.3g})"
     )
     fix = "find out what the passes do differently: batch, gradients, dropout, kernels, overflow"
@@ -308,7 +309,8 @@ def engine_agreement(
         return Check("engine-self-agreement", "warning" if few else "failed", detail, fix)
     clipped, mean = _apart(rollout, decode, prefill)
     detail = (
-        f"decode against prefill: {clipped.value:.3g} of the tokens lie beyond PPO's clip range, "
+        f"decode against prefill: {100 * clipped.value:.3g} % of the tokens lie beyond PPO's clip "
+        "range, "
         f"mean |delta| {mean.value:.3g} nats"
     )
     if not few_unequal and len(apart) >= LEAST_TOKENS:

@@ -97,15 +97,15 @@ def same_token_ids(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     expected = rollout.token_ids[rollout.actions]
     for scoring in (left, right):
         if len(scoring.token_ids) != len(expected):
-            detail = f"{scoring.name} scored {len(scoring.token_ids)} tokens of {len(expected)}"
+            detail = f"{scoring.name} scored {len(scoring.token_ids):,} tokens of {len(expected):,}"
             return failed("same-token-ids", detail, _TOKEN_FIX)
         differ = scoring.token_ids != expected
         if differ.any():
             first = int(np.flatnonzero(differ)[0])
             sequence = rollout.sequence_of_token[rollout.actions[first]]
             detail = (
-                f"{scoring.name} scored other ids than were sampled for {int(differ.sum())} of "
-                f"{len(expected)} tokens, the first in sequence {sequence}"
+                f"{scoring.name} scored other ids than were sampled for {int(differ.sum()):,} of "
+                f"{len(expected):,} tokens, the first in sequence {sequence}"
             )
             return failed("same-token-ids", detail, _TOKEN_FIX)
     return Check("same-token-ids", "passed", f"{len(expected):,} token ids equal on both sides")
@@ -120,7 +120,7 @@ def missing_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
         bad = ~np.isfinite(scoring.logprobs)
         if bad.any():
             detail = (
-                f"{scoring.name}: {int(bad.sum())} of {len(bad)} logprobs missing or not finite"
+                f"{scoring.name}: {int(bad.sum()):,} of {len(bad):,} logprobs missing or not finite"
             )
             turn = rollout.turn[rollout.actions]
             if turn.max() > 1:
@@ -247,7 +247,7 @@ def sampling_law(
         faults.append(f"{detail}: tokens are drawn from a {drawn} one")
     if of_chance >= 1.0:
         faults.append(
-            f"{abs(ended):.0f} end tokens too {'many' if ended > 0 else 'few'} were drawn, "
+            f"{abs(ended):.0f} too {'many' if ended > 0 else 'few'} end tokens were drawn, "
             f"{of_chance:.2g} times what chance and rounding allow"
         )
     if faults:
@@ -321,9 +321,9 @@ def positive_logprobs(rollout: Rollout, left: Scoring, right: Scoring) -> Check:
     side, highest = largest(Case.of(rollout, left, right, {}))
     name = left.name if side == "engine" else right.name
     if highest > POSITIVE:
-        detail = f"{name}: a logprob of {highest:+.4g}"
+        detail = f"a log-probability above 0 in {name}: {highest:+.4g}"
         return failed("positive-logprobs", detail, "compute the head and log_softmax in float32")
     if highest > ROUNDING:
-        detail = f"{name}: a logprob of {highest:+.2g}, more than float32 rounding"
+        detail = f"a log-probability of {highest:+.2g} in {name}, more than float32 rounding"
         return Check("positive-logprobs", "warning", detail, "compute the log_softmax in float32")
     return Check("positive-logprobs", "passed", "no logprob above 0")

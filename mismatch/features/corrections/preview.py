@@ -44,7 +44,7 @@ EQUAL = 1e-12  # relative; errors nearer than this are equal
 NEAR = 1.01  # an error within 1 % of the best is as good
 NOT_LAWFUL = (
     "residual bias and ranking: neither side is the distribution that sampled these tokens, so "
-    "the ratio is no importance ratio"
+    "the ratio is not an importance ratio"
 )
 
 

@@ -94,7 +94,7 @@ def section(result: GradientCheck, report: Report) -> Section:
     groups = Section(
         "gradients-groups",
         "By group of parameters",
-        "Angle of each group's part of the gradient to the reference's.",
+        "Angle between each group's part of the gradient and the reference's.",
         tables=(Table((Column("gradient", text), *columns), by_group),),
         page_only=True,
     )

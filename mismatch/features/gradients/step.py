@@ -79,5 +79,5 @@ def require_room(train: TrainSpec) -> None:
         raise MismatchError(
             f"gradients of {parameters:,} parameters need {gib(needed)} of host memory, "
             f"{gib(free)} are free",
-            "use a larger host, or leave --gradients out",
+            "use a host with more memory, or leave --gradients out",
         )

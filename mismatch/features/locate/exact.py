@@ -174,7 +174,7 @@ def of_run(run_dir: Path | str, spec: CheckSpec | None = None) -> ExactLocation 
 
 LEAD = (
     "Outputs of the same modules on the same tokens, one sequence at a time on both sides, by "
-    "their bits. Behind the first unequal module everything else follows from it."
+    "their bits. Everything after the first unequal module follows from it."
 )
 SITES = (
     Column("layer", text, of=lambda site: "" if site.layer is None else str(site.layer)),

@@ -11,10 +11,10 @@ from mismatch.reports.section import Cell, Column, Section, Table, not_tested
 from mismatch.types import Report
 
 LEAD = (
-    "Every module of each side is compared with the float32 reference. New is what a module adds "
-    "to what the reference's module gives on the same input; a source adds more than four times "
-    "what a plain forward in the same dtype does there. What it explains is measured: its new "
-    "error alone is put into the reference; then all others are, and it is left out."
+    "Every module of each side is compared with the float32 reference on the same input. “New” is "
+    "the error that the module itself adds. A source adds over four times what a plain forward in "
+    "the same dtype adds there. What a source explains is measured twice: the reference with its "
+    "error alone, and the reference with the errors of all other modules."
 )
 
 

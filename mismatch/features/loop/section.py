@@ -12,7 +12,7 @@ from mismatch.features.loop.judge import FALL, WINDOW, Arm, LoopReport, at_end, 
 from mismatch.features.loop.spec import Checked
 from mismatch.reports.formatting import capital, count, number, plural, text
 from mismatch.reports.section import Column, Figure, Page, Section, Table
-from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND, legend_above
+from mismatch.reports.svg import ACCENT, FAINT, INK, SECOND
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +37,8 @@ PANELS = {
     "ratio_max": Panel("largest PPO ratio", log=True),
 }
 STRONG = (ACCENT, SECOND, INK)  # of the first arms, whose story the page tells; the others are grey
+DASHES = ("-", "--", ":", "-.")  # of the grey arms, in turn
+GAP = 0.09  # between two names, as a share of the height
 
 
 def _ends(arm: Arm, name: str) -> str:
@@ -52,7 +54,10 @@ def _falls(arm: Arm) -> list[int | None]:
 
 
 def _steps(arm: Arm) -> str:
-    return ", ".join("never" if at is None else str(at) for at in _falls(arm))
+    falls = _falls(arm)
+    at = [str(step) for step in falls if step is not None]
+    few = f" ({len(at)} of {len(falls)} seeds)" if len(at) < len(falls) else ""
+    return f"{', '.join(at)}{few}" if at else "never"
 
 
 ARMS = (
@@ -144,6 +149,7 @@ def draw(result: LoopReport, name: str, axes: Axes) -> str:
     A logarithmic axis leaves out what is 0.
     """
     panel, said = PANELS[name], []
+    named: list[tuple[float, str, str]] = []  # last value, arm and colour
     for place, arm in reversed(list(enumerate(result.arms))):  # the first on top
         length = min(run.steps for run in arm.runs)
         seeds = np.stack([run.curve(name)[:length] for run in arm.runs])
@@ -154,9 +160,13 @@ def draw(result: LoopReport, name: str, axes: Axes) -> str:
         low, middle, high = (np.where(m > 0, m, np.nan) if panel.log else m for m in means)
         if place < len(STRONG):
             axes.fill_between(steps, low, high, color=STRONG[place], alpha=0.15, lw=0)
-            axes.plot(steps, middle, color=STRONG[place], lw=2.0, label=arm.name)
+            axes.plot(steps, middle, color=STRONG[place], lw=2.0)
         else:
-            axes.plot(steps, middle, color=FAINT, lw=0.8)
+            dashes = DASHES[(place - len(STRONG)) % len(DASHES)]
+            axes.plot(steps, middle, color=FAINT, lw=1.2, ls=dashes)
+        if len(shown := middle[np.isfinite(middle)]):
+            colour = STRONG[place] if place < len(STRONG) else FAINT
+            named.append((float(shown[-1]), arm.name, colour))
         ends = [f"{number(float(middle[at]))} at step {int(steps[at])}" for at in (0, -1)]
         said.append(f"{arm.name} {' to '.join(ends)}")
     runs = [run for arm in result.arms for run in arm.runs]
@@ -165,8 +175,23 @@ def draw(result: LoopReport, name: str, axes: Axes) -> str:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set(xlabel="step", ylabel=panel.unit)
-    legend_above(axes, 3)
+    axes.set_xlim(0, max(run.steps for run in runs) - 1)
+    _name_ends(axes, sorted(named))
     return f"{panel.label}: {'; '.join(said)}"
+
+
+def _name_ends(axes: Axes, named: list[tuple[float, str, str]]) -> None:
+    """Write each arm's name at the end of its line; names that would touch move up or down."""
+    axes.get_ylim()  # brings the limits up to date with the lines
+    to_axes = axes.transData + axes.transAxes.inverted()
+    places: list[float] = []
+    for value, *_ in named:
+        wanted = float(to_axes.transform((0.0, value))[1])
+        places.append(max([wanted, *(place + GAP for place in places[-1:])]))
+    for at, top in enumerate(1.0 - GAP * np.arange(len(places))[::-1]):
+        place, (_, arm, colour) = min(places[at], top), named[at]
+        axes.annotate(arm, (1.0, place), xycoords="axes fraction", xytext=(4, 0), va="center",
+                      textcoords="offset points", color=colour, fontsize=9)  # fmt: skip
 
 
 def page(result: LoopReport) -> Page:

@@ -1,4 +1,4 @@
-"""A framework's own loss function against the closed form of its loss and gradient."""
+"""A framework's own loss function against the formula of its loss and gradient."""
 
 from mismatch.plugins import Command, Feature
 
@@ -7,7 +7,7 @@ FEATURE = Feature(
     commands=(
         Command(
             "losses",
-            "Hold a framework's loss and gradient against the closed form.",
+            "Compare a framework's loss and gradient with the formula.",
             "mismatch.features.losses.command:losses",
         ),
     ),

@@ -141,7 +141,7 @@ def judged(batch: Batch, case: Case, loss: float, gradient: Floats) -> Outcome:
     elif np.abs(gradient[~batch.mask]).max() > TOLERANCE * size:
         remark = "positions outside the mask have a gradient"
     elif error > TOLERANCE and np.abs(gradient - scale * slope).max() <= TOLERANCE * size:
-        remark = f"every gradient is {scale:.4g} times that of the closed form"
+        remark = f"every gradient is {scale:.4g} times that of the formula"
     elif error > TOLERANCE:
         remark = "the gradients of single tokens differ"
     elif not abs(loss - expected) <= TOLERANCE * max(abs(expected), size):

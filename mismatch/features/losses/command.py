@@ -31,14 +31,14 @@ FLAGS = (
 )
 LEAD = (
     "The loss of {code} got made log-probabilities, masks, advantages and weights. It and its "
-    "gradient by each log-probability are compared with the closed form."
+    "gradient by each log-probability are compared with the formula."
 )
 SPLIT = "in 2: the batch as two micro-batches, losses and gradients summed."
 
 
 @with_flags(FLAGS, JSON)
 def losses(flags: Flags) -> int:
-    """Hold a framework's loss and gradient against the closed form.
+    """Compare a framework's loss and gradient with the formula.
 
     PPO's clip, GSPO and CISPO, with and without importance weights, as one batch and as two
     micro-batches. Runs verl's ppo_loss, TRL's GRPOTrainer, or your function (case, part) -> loss.
@@ -53,7 +53,7 @@ def losses(flags: Flags) -> int:
 
     code, outcomes = measured(flags["framework"], flags["python"] or sys.executable)
     wrong = sum(bool(outcome.remark) for outcome in outcomes)
-    verdict = Judged("healthy", f"all {len(outcomes)} cases agree with the closed form", 0)
+    verdict = Judged("healthy", f"all {len(outcomes)} cases agree with the formula", 0)
     if wrong:
         verdict = Judged("broken", f"{plural(wrong, 'case')} of {len(outcomes)} differ", 1)
     document = {"schema": "mismatch.losses/1", "code": code, "cases": to_json(outcomes)}
@@ -114,14 +114,14 @@ def shown(code: str, outcomes: list[Outcome]) -> Section:
     columns = (
         Column("case", text),
         Column("loss", number),
-        Column("closed form", number),
+        Column("formula", number),
         Column("worst gradient", number, detail="relative to the largest"),
         Column("result", text),
     )
     rows = [(o.case, o.loss, o.expected, o.error, o.remark or "agrees") for o in outcomes]
     return Section(
         "losses",
-        "Loss and gradient against the closed form",
+        "Loss and gradient against the formula",
         LEAD.format(code=code),
         tables=[Table(columns, rows)],
         notes=[*(f"{kind}: {words}." for kind, words in KINDS.items()), SPLIT],

@@ -102,8 +102,8 @@ def postmortem(flags: Flags) -> int:
     if sums.one_sided:
         why = ONE_SIDED.get(recorded.form or "", "")
         raise MismatchError(
-            f"{flags['file']}: {sums.one_sided} of {sums.rows} sequences hold no log-probabilities "
-            f"of the trainer{why}",
+            f"{flags['file']}: {sums.one_sided:,} of {sums.rows:,} sequences hold no "
+            f"log-probabilities of the trainer{why}",
             "docs/how-to/recorded-runs.md says what records them; or score the rollouts again: "
             "mismatch read-rollouts FILE --model MODEL, then mismatch score RUN",
         )
@@ -218,11 +218,11 @@ def passed_over(errors: Sequence[Unreadable]) -> str:
 
 def summary(recorded: Recorded) -> str:
     """Return what was read, and what was noticed, in lines."""
-    lines = [f"{recorded.sums.rows} sequences of the format {recorded.form}"]
+    lines = [f"{recorded.sums.rows:,} sequences of the format {recorded.form}"]
     if len(recorded.sequences) < recorded.sums.rows:
         lines[0] += (
             f", {recorded.sums.tokens:,} tokens: sums and steps are of all, everything else of "
-            f"{len(recorded.sequences)} sequences, drawn by prompt"
+            f"{len(recorded.sequences):,} sequences, drawn by prompt"
         )
     lines += [f"{count}: {remark}" for remark, count in recorded.remarks.items()]
     done = f"cut to fit at the {recorded.ends} value" if recorded.ends else "left out"
@@ -232,7 +232,7 @@ def summary(recorded: Recorded) -> str:
     if (masked := recorded.masked.whole).tokens:
         of = masked.step(0)
         lines.append(
-            f"{of.sequences} sequences apart, which the framework leaves out of the loss: mean "
+            f"{of.sequences:,} sequences apart, which the framework leaves out of the loss: mean "
             f"|delta| {number(of.abs_diff)}, k3 {number(of.k3)} ({of.tokens:,} tokens)"
         )
     if said := recorded.ratios.sentence():

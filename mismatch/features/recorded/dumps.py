@@ -690,19 +690,19 @@ TAKEN: dict[Form, str] = {
 TEXT_ONLY = (
     (
         {"input", "output", "gts"},
-        "verl's rollout_data_dir holds text alone",
+        "verl's rollout_data_dir holds only text",
         "record a batch: skip.rollout.enable=True skip.rollout.steps=[N] skip.rollout.dump_dir=DIR "
         "and actor_rollout_ref.rollout.calculate_log_probs=True",
     ),
     (
         {"head_version", "prompt", "completion"},
-        "AReaL's dump_to_file holds text alone",
+        "AReaL's dump_to_file holds only text",
         "no setting of it records ids; a workflow can write input_ids, loss_mask, logprobs and "
         "versions of its trajectories as docs/how-to/recorded-runs.md has them",
     ),
     (
         {"prompt", "completion"},
-        "a record of TRL's completions holds text alone",
+        "a record of TRL's completions holds only text",
         "no setting of it records ids; a callback can write prompt_ids, completion_ids and "
         "sampling_per_token_logps",
     ),

@@ -30,7 +30,7 @@ STEPS = (
     Column("mean |delta|", number, detail="nats", of="abs_diff"),
     Column("k3 KL", number, detail="nats per token", of="k3"),
     Column("PPO clips", percent, 1, of="clipped"),
-    Column("effective size", percent, 1, detail="of the sequences", of="ess"),
+    Column("ESS", percent, 1, detail="of sequences", of="ess"),
     Column("entropy", number, 2, detail="trainer, nats", of="entropy"),
     Column("reward", number, 2, of="reward"),
 )
@@ -75,7 +75,7 @@ def section(result: RecordedReport, report: Report) -> Section:
         sentences.insert(0, f"{capital(result.hidden)}.")
     enough = result.rows is not None and result.rows.rows >= LEAST_ROWS
     if result.rows is not None and enough and not found and result.growth is None:
-        sentences = [f"All {result.rows.rows} rows are about equally far apart.", *sentences]
+        sentences = [f"All {result.rows.rows:,} rows are about equally far apart.", *sentences]
     if (whole := result.whole) is not None:
         sentences = [
             f"All {whole.tokens:,} tokens in {whole.sequences:,} sequences: mean |delta| "

@@ -190,7 +190,7 @@ def causes_of(
 ) -> tuple[Cause, ...]:
     """Return causes that rows and steps show, suspected: nothing was run."""
     if rows is not None and rows.shifted:
-        places = Evidence("rows that are shifted from within", ", ".join(map(str, rows.shifted)))
+        places = Evidence("rows that shift partway through", ", ".join(map(str, rows.shifted)))
         lag = Evidence("tokens by which", rows.shifted_by)
         return (Cause("misalignment", "suspected", "either", None, (places, lag)),)
     if growth is not None:

@@ -7,7 +7,7 @@ FEATURE = Feature(
     commands=(
         Command(
             "sync-probe",
-            "Push known updates into an engine; which parameters arrive?",
+            "Push known weight updates into an engine and check which parameters arrive.",
             "mismatch.features.sync.command:sync_probe",
             "Before upgrades",
         ),

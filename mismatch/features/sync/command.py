@@ -55,7 +55,7 @@ FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 
 @with_flags(MODEL_FLAGS, PROBE_FLAGS, ENGINE_OPTIONS, PROBE_OUTPUT)
 def sync_probe(flags: Flags) -> int:
-    """Push known updates into an engine and say which parameters arrived.
+    """Push known weight updates into an engine and check which parameters arrive.
 
     Every parameter gets two known updates, pushed by the engine's own path, then its first values;
     after each push it is read back as the kernels use it.

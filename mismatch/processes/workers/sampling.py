@@ -337,7 +337,7 @@ def require_complete(
     got = sum(len(group) for group in samples)
     if len(samples) != prompts or any(len(group) != per_prompt for group in samples):
         fault = f"{engine} returned {got} samples, asked for {prompts} x {per_prompt}"
-        raise MismatchError(fault, "look into logs/engine.log for requests that were dropped")
+        raise MismatchError(fault, "look for dropped requests in logs/engine.log")
     for index, group in enumerate(samples):
         for sample in group:
             if not sample.token_ids or len(sample.token_ids) != len(sample.logprobs):

@@ -76,11 +76,13 @@ def sentences(result: Causes, report: Report) -> list[str]:
     """Return one paragraph a cause, with one action each; consequences get no advice."""
     if result.ranked:
         return [_paragraph(cause, rank, report) for rank, cause in enumerate(result.ranked)]
-    rest = f", {plural(len(result.not_tested), 'detector')} lacked data"
-    return [
-        f"None found: {plural(len(result.ruled_out), 'detector')} saw what a healthy pair has"
-        f"{rest if result.not_tested else ''}."
-    ]
+    return [none_found(result)]
+
+
+def none_found(result: Causes) -> str:
+    """Return how many of the known causes were checked, where none was found."""
+    checked = {id for each in result.ruled_out for id in each.causes}
+    return f"{len(checked)} of {plural(len(catalogue()), 'known cause')} checked, none found."
 
 
 def _paragraph(cause: Cause, rank: int, report: Report) -> str:

@@ -11,11 +11,10 @@ from mismatch.reports.sections.causes import outcome_cell
 from mismatch.types import Report
 
 LEAD = (
-    "Each experiment takes some causes out. Where this removes mean |delta|, one of them is at "
-    f"work (more than {percent(GONE)} of it, by the whole interval): confirmed, if the experiment "
-    f"separates it from the others; where it stays (less than {percent(STAYS)}, and less than the "
-    "cause would take along), they are ruled out. Fixes of --fix come first, then those of "
-    "--explain, which ask about the leading cause."
+    "Each experiment takes some causes out of the run and measures what share of mean |delta| "
+    f"that removes. Confirmed: over {percent(GONE)}, by the whole interval, and no other cause can "
+    f"be the reason. Ruled out: under {percent(STAYS)}, and less than the cause would explain. "
+    "Fixes of --fix come first, then the experiments of --explain."
 )
 EXPERIMENTS = (
     Column(
@@ -50,7 +49,7 @@ def section(result: Explanation, report: Report) -> Section:
 def explained(result: Explanation) -> list[str]:
     """Return a sentence each for what was confirmed, ruled out, and could not be made."""
     if not result.experiments:
-        return ["No experiment was made: none could single out a suspected cause."]
+        return ["No experiment was run: none could single out a suspected cause."]
     measured = len([each for each in result.experiments if each.seconds is not None])
     confirmed = "No cause was confirmed"
     if result.confirmed:

@@ -69,11 +69,10 @@ LAYERS = (
     Column("load moved", percent),
 )
 NO_FLIP = "No flip in any layer"
-EVERY_TOKEN = "Every token has a flip in some layer: there are none without to compare with."
+EVERY_TOKEN = "Every token has a flip in some layer, so none is left to compare with."
 # What the share of delta² that tokens with a flip carry means.
-NO_INTERVAL = "Without an interval it is open whether that is more than their share."
+NO_INTERVAL = "There is no interval, so it is open whether that is more than their share."
 HARMFUL = "Correlation only; router replay measures what flips cost: --fix router-replay."
-MEASURED = "Correlation only; what flips cost was measured: router-replay, among the fixes."
 MEASURED = "Correlation only; the fix router-replay, below, measured what flips cost."
 TOO_WIDE = "The interval is too wide to compare that with their share: measure more prompts."
 HARMLESS = "That is no more than their share: no harm is seen."
@@ -116,7 +115,7 @@ def section(report: Report) -> Section | None:
 
 
 def _short(comparison: Comparison) -> str:
-    """How many choices of the routers differ, and how many of these are near-ties."""
+    """How many choices of the routers differ, and how many of these rounding explains."""
     if "replayed" in comparison.breakdowns.get("routing_notes", {}).get("fact", ()):
         return "replayed, so they agree by construction"
     flips = comparison.routing.get("routing_disagree_layer")
@@ -125,7 +124,7 @@ def _short(comparison: Comparison) -> str:
     sparse = "" if keys is None else f"; sparse attention: {percent(keys.value)} of selections"
     if flips is None or flips.value == 0.0:
         return "" if flips is None else NO_FLIP + sparse
-    near = f"; {percent(ties.value)} of these are near-ties" if ties is not None else ""
+    near = f"; rounding explains {percent(ties.value)} of these" if ties is not None else ""
     return f"{percent(flips.value)} of choices differ{near}{sparse}"
 
 
@@ -134,7 +133,7 @@ def _keys(routing: dict[str, Estimate]) -> list[str]:
     if (differ := routing.get("keys_disagree_layer")) is None:
         return []
     common, ties = routing["keys_overlap"], routing.get("keys_near_tie_flipped")
-    near = "" if ties is None else f"; {percent(ties.value)} of these are near-ties"
+    near = "" if ties is None else f"; rounding explains {percent(ties.value)} of them"
     return [
         f"Sparse attention: {percent(differ.value)}{_between(differ)} of selections differ{near}. "
         f"{percent(common.value)} of the selected keys are the same."
@@ -168,7 +167,7 @@ def sentences(comparison: Comparison, measured: bool = False) -> list[str]:
     if given:
         texts.append(
             f"Replayed: {given}. Where its experts agree with those it replays, they do so by "
-            "construction, and say nothing about its router."
+            "construction, which says nothing about its router."
         )
     any_layer = routing["routing_disagree_any"]
     if any_layer.value > 0.0:
@@ -177,12 +176,10 @@ def sentences(comparison: Comparison, measured: bool = False) -> list[str]:
         if ties is not None and source:
             where = f"measured against {source[0]}"
             if source[0] == "rounding":
-                where = (
-                    "rounding of the trainer's dtype, assumed because no other pass moved a margin"
-                )
+                where = "assumed: rounding of the trainer's dtype, as no other pass moved a margin"
             texts.append(
-                f"{percent(ties.value)}{_between(ties)} of flips are near-ties: their margin lies "
-                f"within the router's own noise ({where})."
+                f"Rounding explains {percent(ties.value)}{_between(ties)} of the flips: their "
+                f"margin is within the router's own noise ({where})."
             )
     elif any_layer.value == 0.0 and not given:
         tokens = plural(any_layer.n_tokens, "token")

@@ -70,6 +70,25 @@ KINDS = {
 }
 
 
+EVIDENCE = {"excess": "error, over what precision costs", "gap": "nats off in float32"}
+FOUND = (
+    Column("side", text, of=lambda it: Cell(it.scoring, note=EVIDENCE[it.evidence])),
+    Column(
+        "value",
+        interval=1,
+        of=lambda it: Cell(it.value, format=times if it.evidence == "excess" else _nats),
+    ),
+    Column(
+        "limit", of=lambda it: Cell(it.level, format=times if it.evidence == "excess" else bound)
+    ),
+    Column("", text, of=lambda it: standing_cell(it.standing)),
+)
+
+
+def _nats(value: float) -> str:  # by its size: a column of `number` writes all alike
+    return number(value)
+
+
 def section(result: Square, report: Report) -> Section:
     """Return both tables, and which side is off."""
     notes, tables = _notes(result), _tables(result)
@@ -77,6 +96,7 @@ def section(result: Square, report: Report) -> Section:
         id="square",
         title="Rounding or fault",
         sentences=sentences(result, report),
+        tables=[Table.of(FOUND, result.findings)],
         figures=_figures(result, report),
         parts=(Section("square-numbers", "Numbers", LEAD, tables=tables, notes=notes),),
         folded=False,

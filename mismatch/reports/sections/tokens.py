@@ -253,8 +253,9 @@ def by_position(tokens: pd.DataFrame) -> Figure:
         "by-position",
         "Mean |delta| along the response",
         "Mean |delta| (± 2 standard errors) and mean delta in nats, by place in the response; "
-        f"places with fewer than {LEAST} tokens are left out. Rounding is flat; a climb points "
-        "at positions (rope, sliding window) or a decaying KV cache.",
+        f"places with fewer than {LEAST} tokens are left out. Rounding follows the "
+        "policy: it falls where tokens become certain. A climb points at positions (rope, sliding "
+        "window) or at the KV cache.",
         partial(_by_position, tokens),
     )
 

@@ -30,7 +30,7 @@ def section(result: TwoPasses, report: Report) -> Section:
     """PPO's ratio of two passes with the same weights, which should be 1; a row a variant."""
     texts = sentences(result)
     injected = result.injected and (
-        "By the stored settings, noise was injected on purpose, into the new pass only: "
+        "The stored settings inject noise on purpose, into the new pass only: "
         f"{line(result.injected)}. These numbers show what that noise does, not this machine."
     )
     return Section(

@@ -420,7 +420,9 @@ function drawCard() {
   const fact = (name, text) => { facts.append(el("dt", name), el("dd", text)); };
   const delta = best("delta", row), left = best("left", row).slice();
   left[0] = -left[0];
-  const chance = ([x, exactly]) => `${about([x, exactly])}  (p ${x > -1e-3 ? `1 − ${short(-Math.expm1(x))}` : short(Math.exp(x))})`;
+  const chance = ([x, exactly]) => `${about([x, exactly])}  (p ${x > -1e-3 ? "> 0.999" : short(Math.exp(x))})`;
+  const top = exact.top && exact.top[row], brief = root.classList.contains("compact");
+  if (top && brief) fact("likeliest", `${first(top, 1)} in the rollout, ${first(top, 2)} in training`);
   fact("rollout logprob", chance(left));
   fact("train logprob", chance([Math.min(0, left[0] + delta[0]), delta[1]]));
   fact("Δ, ratio", `${about(delta, plus)} nats, ${short(Math.exp(delta[0]))}×`);
@@ -441,13 +443,11 @@ function drawCard() {
   const name = el("bdi", words.texts[wordOf(row)] || "(empty)");
   title.append(name);
   const place = `token ${grouped(row - start[n] + 1)} of ${grouped(meta.lengths[n])}`;
-  const brief = root.classList.contains("compact");
   const bits = [`sequence ${meta.numbers[n]}, ${place}${brief ? "" : ` (position ${position[row]} with the prompt)`}`];
   if (meta.prompts && !brief) bits.push(`prompt ${meta.prompts[n]}` + (meta.samples ? `, sample ${meta.samples[n]}` : ""));
   if (bytes.turn) bits.push(`turn ${meta.turns[bytes.turn[row]]}`);
   if (kind >= 0) bits.push(words.classes[kind]);
   const parts = [title, el("p", bits.join(" · "), "faint"), facts];
-  const top = exact.top && exact.top[row];
   parts.push(top ? likeliest(top, wordOf(row)) : el("p", "What is likeliest here was not kept: see the note below.", "faint"));
   card.replaceChildren(...parts);
 }
@@ -455,6 +455,12 @@ function outcome(x) {  // thousandths, so that a column reads alike
   if (x === null) return "0";
   const p = Math.exp(x < 1 ? x : 1 - x), known = x < 1 && p >= 1e-3;
   return known ? p.toFixed(3) : `< ${Math.max(1e-3, x < 1 ? 0 : p).toFixed(3)}`;
+}
+function first(top, side) {  // the token that a side thinks likeliest, and its probability
+  const known = top.filter(each => each[side] !== null && each[side] < 1);
+  if (!known.length) return "not kept";
+  const [word, ...sides] = known.reduce((a, b) => b[side] > a[side] ? b : a);
+  return `${JSON.stringify(words.texts[word])} ${outcome(sides[side - 1])}`;
 }
 function likeliest(top, own) {
   const table = el("table"), head = el("tr"), body = el("tbody"), group = el("thead");

@@ -139,7 +139,7 @@ def precision(case: Case) -> Look | NotTested:
         finding = Finding("precision", coarse, effect, (seen,), alike=alike, repair=repair)
         return Look((seen,), (finding,))
     if not evidence:
-        return NotTested(what, f"needs {PLAIN}:<dtype>", "drop --no-noise-floor")
+        return NotTested(what, f"needs {PLAIN}:<dtype>", "run without --no-noise-floor")
     return Look(tuple(evidence))
 
 
@@ -148,7 +148,7 @@ def far_side(case: Case) -> Look | NotTested:
     legs = of_two_precisions(case)
     if legs is None or case.reference is None:
         reason = f"needs {REFERENCE}, and {PLAIN}:<dtype> where the sides' dtypes differ"
-        return NotTested("distance from float32", reason, "drop --no-noise-floor")
+        return NotTested("distance from float32", reason, "run without --no-noise-floor")
     engine, trainer = (
         np.minimum(np.abs(leg), float(np.quantile(np.abs(leg[case.kept]), TAIL)))
         for leg in legs[:2]

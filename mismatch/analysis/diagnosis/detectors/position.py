@@ -200,7 +200,7 @@ def blocks(case: Case) -> Look | NotTested:
     _, times, length = max(fits, key=lambda fit: (fit[1] >= OPENS, fit[0], fit[1]))
     evidence = (
         Evidence("block length that fits best", length),
-        Evidence("|delta| of tokens that open one, at least", times, "1"),
+        Evidence("|delta| of tokens that open a block over the others, at least", times, "1"),
     )
     opens = np.asarray(forward % length == 0)
     far = legs_of(case) is not None and imbalance(case, ~opens) > CALM

@@ -21,7 +21,7 @@ def routes(case: Case) -> Look | NotTested:
     """Layers at chance level, rows that fit better one token on, flips that were no near-ties."""
     left, right = case.engine.routing, case.trainer.routing
     if left is None or right is None:
-        return NotTested("routed experts", "a side captured none", "drop --no-routing")
+        return NotTested("routed experts", "a side captured none", "run without --no-routing")
     columns = [
         (left.layers.index(k), right.layers.index(k)) for k in left.layers if k in right.layers
     ]
@@ -57,7 +57,7 @@ def routes(case: Case) -> Look | NotTested:
     best = max(SHIFTS, key=lambda shift: float(np.nanmean(agreed[shift])))
     evidence = [
         Evidence("experts in common, mean", float(overlap.mean()), "near 1"),
-        Evidence("layer of the least agreement", layer),
+        Evidence("layer that agrees least", layer),
         Evidence("experts in common there", float(overlap[worst])),
         Evidence("by chance", chance),
     ]
@@ -69,7 +69,10 @@ def routes(case: Case) -> Look | NotTested:
         shown = (Evidence("rows that the capture is shifted by", best, "0"), *evidence)
         findings.append(Finding("shifted-route-capture", "either", None, shown))
     elif lost:
-        shown = (Evidence("turns whose experts are others'", ", ".join(map(str, lost))), *evidence)
+        shown = (
+            Evidence("turns with the experts of other tokens", ", ".join(map(str, lost))),
+            *evidence,
+        )
         findings.append(Finding("shifted-route-capture", "either", None, tuple(shown),
                                 alike=("corrupt-route-capture",)))  # fmt: skip
     elif at_chance:

@@ -32,7 +32,9 @@ def trainer_itself(case: Case) -> Look | NotTested:
     """Judge whether the trainer moves against itself by more than the trainer's rounding."""
     passes = {name: case.others[name] for name in PASSES if name in case.others}
     if not passes:
-        return NotTested("the trainer against itself", "no second pass", "drop --no-noise-floor")
+        return NotTested(
+            "the trainer against itself", "no second pass", "run without --no-noise-floor"
+        )
     evidence: list[Evidence] = []
     findings: list[Finding] = []
     for name, other in passes.items():
@@ -96,9 +98,11 @@ def decode_path(case: Case) -> Look | NotTested:
     """How much goes when the engine scores its tokens in one prefill and not token by token."""
     prefill, what = case.prefill, "decode against prefill"
     if prefill is None:
-        return NotTested(what, "no rescoring by the engine", "drop --no-prefill")
+        return NotTested(what, "no rescoring by the engine", "run without --no-prefill")
     if case.engine.fingerprint.get("logprobs_penalised"):
-        return NotTested(what, "prefill has no repetition penalty", "drop --repetition-penalty")
+        return NotTested(
+            what, "prefill has no repetition penalty", "run without --repetition-penalty"
+        )
     moved = prefill.logprobs - case.engine.logprobs
     repair = case.moved("engine", moved)
     effect = case.gone(repair)

@@ -118,7 +118,11 @@ def row_lengths(case: Case) -> Look | NotTested:
     own = float(np.abs(case.delta).mean())
     evidence = (
         Evidence("tokens by which each row moves the rows after it", step),
-        Evidence("share of mean |delta| left so", gap / own if own else 1.0, "1 or more"),
+        Evidence(
+            "share of mean |delta| that is left if rows are cut there",
+            gap / own if own else 1.0,
+            "1 or more",
+        ),
     )
     if own < APART or gap > FITS * own:
         return Look(evidence)
@@ -140,7 +144,7 @@ def ends(case: Case) -> Look | NotTested:
     )
     evidence = (
         Evidence("|delta| of last tokens over the others", ratio.value, "near 1"),
-        Evidence("last tokens that are off by 0.1 nats or more", int(far.sum()), "few"),
+        Evidence("last tokens off by 0.1 nats or more", int(far.sum()), "few"),
     )
     sided = abs(float(case.delta[last & case.kept].mean()))
     one_sided = sided > ONE_SIDED * float(np.abs(case.delta[last & case.kept]).mean())

@@ -183,7 +183,7 @@ def _one_sided(engine: SideFacts, trainer: SideFacts) -> list[Finding]:
                                 advice=advice))  # fmt: skip
 
     if trainer.get("honours_sinks") is False:
-        add("attention-sinks", "trainer", "attention kernel that ignores the learned sinks",
+        add("attention-sinks", "trainer", "attention kernel that ignores the model's sinks",
             trainer.get("attention"), "honours them")  # fmt: skip
     if trainer.get("honours_softcap") is False:
         kernel = trainer.get("attention")

@@ -60,7 +60,7 @@ def unsampled(case: Case) -> Look | NotTested:
     bad = after | stretches | early
     evidence: tuple[Evidence, ...] = (
         Evidence("tokens that count behind an end token, inside a turn", int(after.sum()), "0"),
-        Evidence("tokens in stretches that neither side sampled", int(stretches.sum()), "0"),
+        Evidence("tokens that neither side sampled, in stretches", int(stretches.sum()), "0"),
         Evidence("turns that count from a token too early", int(early.sum()), "0"),
     )
     if bad.sum() < FEW:
