@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mismatch.errors import MismatchError
@@ -108,6 +108,8 @@ def read_back(recorded: Recorded) -> dict[str, list[tuple[Any, ...]]]:
 @SETTINGS
 def test_reading_a_folder_gives_its_truth(made_of: Any) -> None:
     steps, form, ranks, foreign, torn = made_of
+    if ranks.get("layout") == "allgather":  # a few tokens whose slices fit both layouts
+        assume(not any(made.alike(rows, ranks["cp"], ranks["dp"]) for rows in steps))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "dump"
         write(folder, steps, form, ranks)

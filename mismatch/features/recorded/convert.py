@@ -278,7 +278,10 @@ def spans(row: dict[str, Any], rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def fits(row: dict[str, Any], parts: dict[int, Any], size: int) -> bool:
-    """Return whether the slices that are there have the lengths of the zigzag layout."""
+    """Return whether the slices that are there have the lengths of the zigzag layout.
+
+    A few tokens may have the lengths of both layouts; they are read in this one, today's.
+    """
     return all(
         part is None or len(part) == sum(end - first for first, end in spans(row, rank, size))
         for rank, part in parts.items()
