@@ -64,6 +64,7 @@ MOST_MISFITS = 1000  # rows whose numbers are kept, of each kind
 LEAST_MISFITS = 8  # rows, from which on a list that is too long in all of them is cut to fit
 NAMED = 4  # kinds of rows that were left out; the rest are counted
 MISFIT = "lists of a row are of its sampled tokens, or of all its tokens: write both sides so"
+UNSAMPLED = "left out: no token was sampled"
 CUT_OFF = "left out: no JSON object, cut off or still written:"  # a line, and its place
 MASKS = ["response_mask", "loss_mask", "completion_mask", "labels_mask", "assistant_mask", "mask"]
 # Of a row, what has one value per sampled token.
@@ -228,6 +229,8 @@ def read_recorded(
         more = f"; and {len(left) - NAMED} more" if len(left) > NAMED else ""
         said = "; ".join(left[:NAMED]) or "no row has a sampled token"
         fix = MISFIT if recorded.misfits else ""
+        if UNSAMPLED in recorded.remarks:
+            fix = "a mask is 1 where the policy sampled a token, and 0 elsewhere"
         if LACKS in recorded.remarks:
             fix = "give the folder with the files of all ranks of a step"
         raise MismatchError(f"{where} has no sequence that can be scored: {said}{more}", fix)
@@ -390,11 +393,11 @@ def _fits(row: Row, where: Callable[[], str], recorded: Recorded, ends: str) -> 
         raise MismatchError(fault, "is it damaged? leave the row out")
     if len(row.sampled) != len(row.token_ids):
         fault = f"{where()}: a mask of {len(row.sampled)} entries for {len(row.token_ids)} tokens"
-        fix = "docs/how-to/recorded-runs.md lists the fields; --format names another format"
+        fix = "docs/how-to/recorded-runs.md lists the fields; --dump-format names another format"
         raise MismatchError(fault, fix)
     count = int(np.count_nonzero(row.sampled))
     if count == 0:
-        recorded.remarks["left out: no token was sampled"] += 1
+        recorded.remarks[UNSAMPLED] += 1
         return False
     if row.sampled[0]:
         fault = f"{where()}: the first token is sampled, and nothing predicts it"
@@ -440,7 +443,8 @@ def generic(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
         ids = np.concatenate([prompt, response])
         sampled = np.ones(len(ids), np.bool_)
         sampled[: len(prompt)] = False
-    name = "rollout_logprobs" if "rollout_logprobs" in entry else "logprobs"
+    other = "logprobs" in entry and "rollout_logprobs" not in entry
+    name = "logprobs" if other else "rollout_logprobs"
     row = _row(entry, ids, sampled, sampled, name, "train_logprobs", "entropy")
     row.prompt = entry.get("prompt_id")
     row.finish_reason = str(entry.get("finish_reason") or "unknown")
@@ -742,8 +746,10 @@ def _form_of(entry: Entry, where: Callable[[], str], first: bool) -> Form:
 
 def _list(entry: Entry, name: str) -> Any:
     value = entry.get(name)
+    if value is None:
+        raise ValueError(f"no {name} (fields: {', '.join(sorted(entry)):.200})")
     if not isinstance(value, list | np.ndarray):
-        raise ValueError(f"{name} is no list")
+        raise ValueError(f"{name} is no list of numbers, but {value!r:.60}")
     return value
 
 
@@ -753,7 +759,7 @@ def _ids(entry: Entry, name: str) -> Ints:
     array: Ints = np.asarray(ids, np.int64) if whole else -np.ones(1, np.int64)
     # A negative number is large without its sign: one pass.
     if len(array) and array.view(np.uint64).max() >= LARGEST_ID:
-        raise ValueError(f"{name} holds what is no token id")
+        raise ValueError(f"{name} holds what is no token id: {list(ids[:4])!r:.60}")
     return array
 
 
@@ -818,7 +824,7 @@ def _numbers(entry: Entry, name: str) -> Floats:
         other = {*map(type, values)} - {int, float, type(None)}
         for value in values if other else ():
             if type(value) in other:
-                raise ValueError(f"{value!r} is no log-probability")
+                raise ValueError(f"{name}: {value!r:.60} is no log-probability")
     elif values.dtype.kind not in "fiu":
         raise ValueError(f"{name} holds what is no log-probability")
     return np.asarray(values, np.float64)
