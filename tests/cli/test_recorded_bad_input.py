@@ -1,4 +1,4 @@
-"""Dumps that are written wrongly: each row of the tables is answered by a sentence and its remedy."""
+"""Dumps that are written wrongly: each row of the tables has a sentence and its remedy."""
 
 from __future__ import annotations
 

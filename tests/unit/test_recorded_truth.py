@@ -141,9 +141,10 @@ def test_a_read_that_is_interrupted_gives_the_next_one_nothing(tmp_path, monkeyp
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("select.select", interrupted)
-        read_recorded(tmp_path / "0", python=sys.executable)
+        with pytest.raises(KeyboardInterrupt):
+            read_recorded(tmp_path / "0", python=sys.executable)
     recorded = read_recorded(tmp_path / "1", python=sys.executable)
     assert read_back(recorded) == {"1": of(rows[1])}
 

@@ -34,7 +34,8 @@ def log_scale(left: Scoring, right: Scoring) -> Check:
         kind = _kind(values, others)
         # A greedy engine may say 0 of every token, a trainer never: its column was not filled.
         if side == "the trainer" and not np.ptp(values) and np.ptp(others):
-            kind = f"one number, {values[0] + 0.0:g}, at every token", "write what the trainer computed"
+            number = values[0] + 0.0  # -0.0 is 0
+            kind = f"one number, {number:g}, at every token", "write what the trainer computed"
         if kind:
             found.append(f"{side} holds {kind[0]}")
             fixes += [kind[1]] * (kind[1] not in fixes)
