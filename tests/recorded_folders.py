@@ -179,6 +179,18 @@ def contiguous(rows: Sequence[Sample], rank: int, size: int) -> list[range]:
     return found
 
 
+def alike(rows: Sequence[Sample], cp: int = 1, dp: int = 1) -> bool:
+    """Return whether no length tells contiguous pieces of the rows from two chunks of each."""
+    lengths = set()
+    for shard in range(dp):
+        mine = [*rows[shard::dp]]
+        for rank in range(cp):
+            for row, piece in zip(mine, contiguous(mine, rank, cp), strict=True):
+                total = len(row.prompt) + len(row.response)
+                lengths.add((len(piece), len(zigzag(total, len(row.response), rank, cp, total))))
+    return cp > 1 and all(one == other for one, other in lengths)
+
+
 def miles(
     folder: Path, step: int, rows: Sequence[Sample], *, tp: int = 1, cp: int = 1, pp: int = 1,
     dp: int = 1, layout: str = "thd",

@@ -264,6 +264,14 @@ class Sums:
             if count:
                 self.first.setdefault((side, what), place_of(row, int(bad.argmax())))
 
+    def unnumbered(self) -> str:
+        """Say which values are no numbers, and where the first is."""
+        return "; ".join(
+            f"{side}: {what} ({count} tokens, the first at {self.first[side, what]})"
+            for (side, what), count in self.not_finite.items()
+            if count
+        )
+
     def steps(self) -> tuple[Step, ...]:
         """Return the numbers of every step, in order; none where a row names no step."""
         names = () if "" in self.by_step else sorted(self.by_step, key=int)

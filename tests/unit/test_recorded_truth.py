@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mismatch.errors import MismatchError
@@ -21,6 +22,7 @@ from .. import recorded_folders as made
 
 # `MISMATCH_FOLDERS=1000` for the whole property; a sample runs with every change.
 EXAMPLES = int(os.environ.get("MISMATCH_FOLDERS", "25"))
+pytestmark = pytest.mark.timeout(600 if EXAMPLES < 100 else 0)
 SETTINGS = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -106,6 +108,8 @@ def read_back(recorded: Recorded) -> dict[str, list[tuple[Any, ...]]]:
 @SETTINGS
 def test_reading_a_folder_gives_its_truth(made_of: Any) -> None:
     steps, form, ranks, foreign, torn = made_of
+    if ranks.get("layout") == "allgather":  # a few tokens whose slices fit both layouts
+        assume(not any(made.alike(rows, ranks["cp"], ranks["dp"]) for rows in steps))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "dump"
         write(folder, steps, form, ranks)
@@ -125,6 +129,24 @@ def test_reading_a_folder_gives_its_truth(made_of: Any) -> None:
         lines = [*follow(folder, 0.1, True, lambda text: None, sys.executable)]
         named = [line.partition(":")[0] for line in lines]
         assert named == [f"step {step}" for step in sorted(map(int, truth))]
+
+
+def test_a_read_that_is_interrupted_gives_the_next_one_nothing(tmp_path, monkeypatch):
+    """The child still answers what nobody waits for any more."""
+    rows = [made.samples(8, seed) for seed in (0, 1)]
+    for step in (0, 1):
+        made.slime(tmp_path / str(step), step, rows[step])
+    read_recorded(tmp_path / "0", python=sys.executable)  # a child that is kept
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("select.select", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            read_recorded(tmp_path / "0", python=sys.executable)
+    recorded = read_recorded(tmp_path / "1", python=sys.executable)
+    assert read_back(recorded) == {"1": of(rows[1])}
 
 
 @given(truths(), st.integers(2, 3), st.integers(0, 5))

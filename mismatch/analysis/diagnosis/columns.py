@@ -1,7 +1,8 @@
 """Are the numbers of both sides natural logarithms of probabilities? Asked before anything else.
 
 Each test needs nearly all values, so that no fault of an engine or a trainer looks like it: negated
-values, probabilities, and logarithms to base 2 or 10 are mistakes of whoever wrote the numbers.
+values, probabilities, logarithms to base 2 or 10, and one number everywhere are mistakes of whoever
+wrote the numbers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ def log_scale(left: Scoring, right: Scoring) -> Check:
         if not np.isfinite(values).all() or not np.isfinite(others).all():
             continue
         kind = _kind(values, others)
+        # A greedy engine may say 0 of every token, a trainer never: its column was not filled.
+        if side == "the trainer" and not np.ptp(values) and np.ptp(others):
+            number = values[0] + 0.0  # -0.0 is 0
+            kind = f"one number, {number:g}, at every token", "write what the trainer computed"
         if kind:
             found.append(f"{side} holds {kind[0]}")
             fixes += [kind[1]] * (kind[1] not in fixes)

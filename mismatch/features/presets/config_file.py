@@ -3,7 +3,7 @@
 OmegaConf is needed where values are interpolations (``${data.n}``), as in a verl config that hydra
 saved; what ``--resolve`` prints has none. They are resolved where a value is asked for, never
 before: ``${now:…}`` and its like in keys that nobody reads do no harm. Hydra's ``defaults`` are not
-composed.
+composed; NeMo-RL's are, in other.py.
 """
 
 from __future__ import annotations

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mismatch.engines.registry import engine_infos
 from mismatch.errors import MismatchError
 from mismatch.features.presets.apply import FollowedFile
-from mismatch.features.presets.config_file import ConfigFile, put, resolving
+from mismatch.features.presets.config_file import MISSING, ConfigFile, put, resolving
 from mismatch.features.presets.rules import table
 from mismatch.features.presets.syntaxes import owner, read_any
 from mismatch.features.presets.trl import read_trl_config
 from mismatch.features.presets.verl import read_verl_config
+from mismatch.run.yaml_file import read_mapping
 from mismatch.specs import CheckSpec
 
 FLAG = "--framework-config"
+MOST_FILES = 64  # that one configuration inherits from; NeMo-RL's own recipes: at most 3
 OWN_READERS = ("verl", "trl")
 OTHERS = ("skyrl", "nemo-rl", "prime-rl", "slime", "openrlhf")
 
@@ -37,6 +41,7 @@ def read_framework_config(
     source = whose = None
     try:
         source = read_any(path, where)
+        source = replace(source, tree=composed(path, source.tree, where, [path.resolve()]))
         whose = owner(source)
     except MismatchError:
         if name not in OWN_READERS:  # which say themselves what is wrong
@@ -62,6 +67,57 @@ def read_framework_config(
         if source.get(key) is None and key not in source.left_open:
             put(source.tree, key, value)
     return name, resolving(source, where)
+
+
+def composed(path: Path, tree: dict[str, Any], where: str, read: list[Path]) -> dict[str, Any]:
+    """Return a tree over those of the files that its ``defaults`` name, as NeMo-RL merges them.
+
+    ``load_config_with_inheritance`` in ``nemo_rl/utils/config.py`` (017238e): names are relative to
+    the file, a later file goes over an earlier one, and ``_override_`` in a section replaces it.
+    Files that are not here stay in ``defaults``. Other frameworks' ``defaults`` are left alone.
+
+    Args:
+        read: files that were read so far; they become more.
+
+    Raises:
+        MismatchError: a file cannot be read, or there are too many, as where they name each other.
+    """
+    named = tree.get("defaults")
+    names = [named] if isinstance(named, str) else named
+    yaml = (".yaml", ".yml")
+    if not isinstance(names, list) or not names:
+        return tree
+    if not all(isinstance(name, str) and name.endswith(yaml) for name in names):
+        return tree
+    whole, absent = dict[str, Any](), []
+    for name in names:
+        parent = path.parent / name
+        if not parent.is_file():
+            absent.append(name)
+            continue
+        read.append(parent)
+        if len(read) > MOST_FILES:
+            fault = f"{where}: defaults name more than {MOST_FILES} files, one after the other"
+            raise MismatchError(fault, "do they name each other?")
+        below = read_mapping(parent, f"{where}: {parent}")
+        whole = merged(whole, composed(parent, below, where, read))
+    own = {key: value for key, value in tree.items() if key != "defaults"}
+    return merged(whole, own) | ({"defaults": absent} if absent else {})
+
+
+def merged(base: dict[str, Any], over: dict[str, Any], top: bool = True) -> dict[str, Any]:
+    """Return a tree with another over it: mappings are merged, all else is replaced but by ???."""
+    both = dict(base)
+    for key, value in over.items():
+        old = both.get(key)
+        if isinstance(value, dict):
+            replaces = top and value.get("_override_", False)
+            value = {k: v for k, v in value.items() if not replaces or k != "_override_"}
+            old = old if isinstance(old, dict) and not replaces else {}
+            both[key] = merged(old, value, False)
+        elif value != MISSING or key not in both:
+            both[key] = value
+    return both
 
 
 def model_of(name: str, source: ConfigFile) -> str:

@@ -42,13 +42,13 @@ from mismatch.specs import (
 
 HELP = "File or folder that a framework recorded; docs/how-to/recorded-runs.md."
 DUMP = Option("file", Path, "", HELP, default=REQUIRED, argument=True)
+FORMAT_HELP = "Format of the dump; default: found by its fields."
 PYTHON_HELP = "Interpreter of the environment that wrote the dump, to read torch files and pickles."
 READING = (
-    Option("format", Form | None, PROMPTS, "Format of the dump; default: found by its fields."),
+    Option("dump_format", Form | None, PROMPTS, FORMAT_HELP),
     Option("python", str | None, PROMPTS, PYTHON_HELP),
 )
 TORN = switch("skip_torn", PROMPTS, "Leave out lines that are no JSON objects, wherever they are.")
-DUMP_FORMAT = replace(READING[0], name="dump_format", spelling="--dump-format")
 # Why a format has one side alone.
 ONE_SIDED = {"verl": "; verl writes its rollouts before the trainer has scored them. The plug-in "
              "records both sides: docs/how-to/monitor.md"}  # fmt: skip
@@ -68,7 +68,7 @@ GATES = (FAIL_ON, REQUIRE)
 JUDGED: Any = (*SAMPLED, *flags_of(TrainSpec, "dtype"), OUT, LEVELS, NAME_FLAGS, LOG_TO, *GATES)
 
 
-@with_flags(DUMP, MODEL_FLAGS, MOE, DUMP_FORMAT, READING[1], TORN, STEP, *WHERE, *JUDGED)
+@with_flags(DUMP, MODEL_FLAGS, MOE, *READING, TORN, STEP, *WHERE, *JUDGED)
 def postmortem(flags: Flags) -> int:
     """Judge a run that already happened, from a dump with both log-probabilities, or its log.
 
@@ -107,6 +107,11 @@ def postmortem(flags: Flags) -> int:
             "docs/how-to/recorded-runs.md says what records them; or score the rollouts again: "
             "mismatch read-rollouts FILE --model MODEL, then mismatch score RUN",
         )
+    if not sums.whole.tokens:
+        raise MismatchError(
+            f"{flags['file']}: no token has a number on both sides; {sums.unnumbered()}",
+            "record what both sides computed, before anything is masked or cast",
+        )
     run_dir = new_directory(flags["out"], flags["model"] or flags["file"].stem)
     spec = spec_of(flags, flags["model"] or UNKNOWN_MODEL)
     spec = replace(spec, quick=True, noise_floor=False)
@@ -137,7 +142,7 @@ def read_rollouts(flags: Flags) -> int:
 
     model = resolve_model(require_model(flags))
     spec = spec_of(flags, model)
-    asked = flags["file"], flags["format"], flags["python"]
+    asked = flags["file"], flags["dump_format"], flags["python"]
     recorded = read_recorded(*asked, skip_torn=flags["skip_torn"])
     run_dir = new_directory(flags["out"], flags["model"])
     keep(spec, run_dir, flags["file"], recorded, session.command(), both=False)

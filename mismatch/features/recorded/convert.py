@@ -113,16 +113,21 @@ def _ask(python: str, request: dict[str, Any]) -> dict[str, Any]:
         atexit.register(child.kill)
     assert child.stdin is not None
     assert child.stdout is not None
-    with suppress(BrokenPipeError):  # what it wrote says why
-        child.stdin.write(json.dumps(request) + "\n")
-        child.stdin.flush()
-    if not select.select([child.stdout], [], [], TIMEOUT_S)[0]:
+    _CHILDREN.pop(python)  # until it has answered: the next one must not hear what this one asked
+    try:
+        with suppress(BrokenPipeError):  # what it wrote says why
+            child.stdin.write(json.dumps(request) + "\n")
+            child.stdin.flush()
+        if not select.select([child.stdout], [], [], TIMEOUT_S)[0]:
+            raise OSError(f"no answer in {TIMEOUT_S} s")
+        line = child.stdout.readline()
+    except BaseException:
         child.kill()
-        raise OSError(f"no answer in {TIMEOUT_S} s")
-    if line := child.stdout.readline():
+        raise
+    if line:
+        _CHILDREN[python] = child, said
         answer: dict[str, Any] = json.loads(line)
         return answer
-    _CHILDREN.pop(python)
     said.seek(0)
     lines = said.read().strip().splitlines()
     raise OSError(lines[-1] if lines else f"it ended with code {child.wait()}")
@@ -273,7 +278,10 @@ def spans(row: dict[str, Any], rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def fits(row: dict[str, Any], parts: dict[int, Any], size: int) -> bool:
-    """Return whether the slices that are there have the lengths of the zigzag layout."""
+    """Return whether the slices that are there have the lengths of the zigzag layout.
+
+    A few tokens may have the lengths of both layouts; they are read in this one, today's.
+    """
     return all(
         part is None or len(part) == sum(end - first for first, end in spans(row, rank, size))
         for rank, part in parts.items()

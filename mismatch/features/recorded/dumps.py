@@ -64,8 +64,12 @@ MOST_MISFITS = 1000  # rows whose numbers are kept, of each kind
 LEAST_MISFITS = 8  # rows, from which on a list that is too long in all of them is cut to fit
 NAMED = 4  # kinds of rows that were left out; the rest are counted
 MISFIT = "lists of a row are of its sampled tokens, or of all its tokens: write both sides so"
+UNSAMPLED = "left out: no token was sampled"
 CUT_OFF = "left out: no JSON object, cut off or still written:"  # a line, and its place
 MASKS = ["response_mask", "loss_mask", "completion_mask", "labels_mask", "assistant_mask", "mask"]
+# Of a row, what has one value per sampled token.
+SIDES = {"rollout": "logprobs", "trainer": "train_logprobs", "entropy": "entropy", "old": "old",
+         "weight version": "versions"}  # fmt: skip
 # What a row may say of where it came from, in any format; ``step`` also from the file's name.
 ATTRIBUTES = ("replica", "rank", "weight_version", "step", "environment", "sample_id")
 
@@ -77,6 +81,8 @@ class Recorded:
     form: Form | None = None
     sequences: list[Row] = field(default_factory=list)
     """Those that are kept: all, or of a large dump some prompts."""
+    kept: int = 0
+    """Their tokens."""
     sums: Sums = field(default_factory=Sums)
     """Of every sequence."""
     ratios: Ratios = field(default_factory=Ratios)
@@ -116,22 +122,24 @@ class Recorded:
 
     def keep(self, rows: list[Row], most: int | None) -> None:
         """Keep rows; of more than ``most`` tokens draw prompts, or rows where prompts are few."""
-        self.sequences += [row.owned() for row in rows if row.drawn(self.prompts, self.rows)]
+        drawn = [row.owned() for row in rows if row.drawn(self.prompts, self.rows)]
+        self.sequences += drawn
+        self.kept += sum(len(row.token_ids) for row in drawn)
         while most and len(self.sequences) > 1:
-            tokens = sum(len(row.token_ids) for row in self.sequences)
-            if tokens <= (most if len(self.sequences) > LEAST else 2 * most):
+            if self.kept <= (most if len(self.sequences) > LEAST else 2 * most):
                 return
             if len(self.sequences) <= LEAST:
                 longest = max(
                     range(len(self.sequences)), key=lambda at: len(self.sequences[at].token_ids)
                 )
-                del self.sequences[longest]
+                self.kept -= len(self.sequences.pop(longest).token_ids)
                 continue
             if len({row.key for row in self.sequences}) > LEAST:
                 self.prompts /= 2
             else:
                 self.rows /= 2
             self.sequences = [row for row in self.sequences if row.drawn(self.prompts, self.rows)]
+            self.kept = sum(len(row.token_ids) for row in self.sequences)
 
     def merge(self, part: Recorded, most: int | None) -> None:
         """Add the part that follows; the result does not depend on who read it."""
@@ -152,7 +160,7 @@ class Recorded:
         self.passed_over += part.passed_over
         self.masked.merge(part.masked)
         self.prompts, self.rows = min(self.prompts, part.prompts), min(self.rows, part.rows)
-        before, self.sequences = self.sequences, []
+        before, self.sequences, self.kept = self.sequences, [], 0
         self.keep(before + part.sequences, most)
 
 
@@ -221,6 +229,8 @@ def read_recorded(
         more = f"; and {len(left) - NAMED} more" if len(left) > NAMED else ""
         said = "; ".join(left[:NAMED]) or "no row has a sampled token"
         fix = MISFIT if recorded.misfits else ""
+        if UNSAMPLED in recorded.remarks:
+            fix = "a mask is 1 where the policy sampled a token, and 0 elsewhere"
         if LACKS in recorded.remarks:
             fix = "give the folder with the files of all ranks of a step"
         raise MismatchError(f"{where} has no sequence that can be scored: {said}{more}", fix)
@@ -264,7 +274,7 @@ def _read_part(
 ) -> Recorded:
     recorded, place = Recorded(ends=ends), named(part.file)
     most = most and min(most, 1 + int(SPARE * most * part.share))  # few rows leave a process
-    waiting, tokens = list[Row](), 0
+    waiting, tokens, known = list[Row](), 0, set[str]()
     for number, entry in _entries(part, python, recorded, skip_torn):
         where = partial(part.place, number)
         form = form or _form_of(entry, where, number == 1)
@@ -275,13 +285,16 @@ def _read_part(
             fault = f"{where()}: no sequence of the format {form}: {error}"
             fix = "docs/how-to/recorded-runs.md lists the fields; --dump-format names another"
             raise MismatchError(fault, fix) from error
-        recorded.unread |= entry.keys() - {*TAKEN[form].split(), *ATTRIBUTES}
+        known = known or {*TAKEN[form].split(), *ATTRIBUTES}
+        recorded.unread |= entry.keys() - known
         rows = [row for row in rows if _fits(row, where, recorded, ends)]
         recorded.entries += 1
         said = {
-            name: str(entry[name]) for name in ATTRIBUTES if type(entry.get(name)) in (str, int)
+            name: str(entry[name])
+            for name in ATTRIBUTES
+            if name in entry and type(entry[name]) in (str, int)
         }
-        if not re.fullmatch(r"-?\d{1,18}", said.get("step", "0"), re.ASCII):
+        if "step" in said and not re.fullmatch(r"-?\d{1,18}", said["step"], re.ASCII):
             fault = f"{where()}: step is {said['step']!r:.60}"
             raise MismatchError(fault, "write the step as a whole number")
         for row in rows:
@@ -363,8 +376,9 @@ def _values(column: Any) -> Any:
         return column.to_pylist()
     values = column.values.to_numpy(zero_copy_only=False)
     ends = column.offsets.to_numpy().tolist()
-    spans = zip(ends[:-1], ends[1:], column.is_valid().to_pylist(), strict=True)
-    return [values[a:b] if valid else None for a, b, valid in spans]
+    valid = column.is_valid().to_pylist() if column.null_count else [True] * len(column)
+    spans = zip(ends[:-1], ends[1:], valid, strict=True)
+    return [values[a:b] if there else None for a, b, there in spans]
 
 
 def _fits(row: Row, where: Callable[[], str], recorded: Recorded, ends: str) -> bool:
@@ -379,11 +393,11 @@ def _fits(row: Row, where: Callable[[], str], recorded: Recorded, ends: str) -> 
         raise MismatchError(fault, "is it damaged? leave the row out")
     if len(row.sampled) != len(row.token_ids):
         fault = f"{where()}: a mask of {len(row.sampled)} entries for {len(row.token_ids)} tokens"
-        fix = "docs/how-to/recorded-runs.md lists the fields; --format names another format"
+        fix = "docs/how-to/recorded-runs.md lists the fields; --dump-format names another format"
         raise MismatchError(fault, fix)
-    count = int(row.sampled.sum())
+    count = int(np.count_nonzero(row.sampled))
     if count == 0:
-        recorded.remarks["left out: no token was sampled"] += 1
+        recorded.remarks[UNSAMPLED] += 1
         return False
     if row.sampled[0]:
         fault = f"{where()}: the first token is sampled, and nothing predicts it"
@@ -392,9 +406,7 @@ def _fits(row: Row, where: Callable[[], str], recorded: Recorded, ends: str) -> 
     if row.ratios is not None and len(row.ratios) != count:
         recorded.remarks["importance ratios that are not of the sampled tokens: not compared"] += 1
         row.ratios = None
-    sides = {"rollout": "logprobs", "trainer": "train_logprobs", "entropy": "entropy", "old": "old",
-             "weight version": "versions"}  # fmt: skip
-    for side, name in sides.items():
+    for side, name in SIDES.items():
         values = getattr(row, name)
         if values is None or len(values) == count:
             continue
@@ -429,8 +441,10 @@ def generic(entry: Entry, remarks: Counter[str]) -> Iterator[Row]:
     else:
         prompt, response = _ids(entry, "prompt_token_ids"), _ids(entry, "response_token_ids")
         ids = np.concatenate([prompt, response])
-        sampled = np.arange(len(ids)) >= len(prompt)
-    name = "rollout_logprobs" if "rollout_logprobs" in entry else "logprobs"
+        sampled = np.ones(len(ids), np.bool_)
+        sampled[: len(prompt)] = False
+    other = "logprobs" in entry and "rollout_logprobs" not in entry
+    name = "logprobs" if other else "rollout_logprobs"
     row = _row(entry, ids, sampled, sampled, name, "train_logprobs", "entropy")
     row.prompt = entry.get("prompt_id")
     row.finish_reason = str(entry.get("finish_reason") or "unknown")
@@ -732,8 +746,10 @@ def _form_of(entry: Entry, where: Callable[[], str], first: bool) -> Form:
 
 def _list(entry: Entry, name: str) -> Any:
     value = entry.get(name)
+    if value is None:
+        raise ValueError(f"no {name} (fields: {', '.join(sorted(entry)):.200})")
     if not isinstance(value, list | np.ndarray):
-        raise ValueError(f"{name} is no list")
+        raise ValueError(f"{name} is no list of numbers, but {value!r:.60}")
     return value
 
 
@@ -741,8 +757,9 @@ def _ids(entry: Entry, name: str) -> Ints:
     ids = _list(entry, name)
     whole = ids.dtype.kind in "iu" if isinstance(ids, np.ndarray) else {*map(type, ids)} <= {int}
     array: Ints = np.asarray(ids, np.int64) if whole else -np.ones(1, np.int64)
-    if len(array) and not 0 <= array.min() <= array.max() < LARGEST_ID:
-        raise ValueError(f"{name} holds what is no token id")
+    # A negative number is large without its sign: one pass.
+    if len(array) and array.view(np.uint64).max() >= LARGEST_ID:
+        raise ValueError(f"{name} holds what is no token id: {list(ids[:4])!r:.60}")
     return array
 
 
@@ -807,7 +824,7 @@ def _numbers(entry: Entry, name: str) -> Floats:
         other = {*map(type, values)} - {int, float, type(None)}
         for value in values if other else ():
             if type(value) in other:
-                raise ValueError(f"{value!r} is no log-probability")
+                raise ValueError(f"{name}: {value!r:.60} is no log-probability")
     elif values.dtype.kind not in "fiu":
         raise ValueError(f"{name} holds what is no log-probability")
     return np.asarray(values, np.float64)

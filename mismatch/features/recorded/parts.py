@@ -6,6 +6,7 @@ The files that the ranks of one step wrote with torch are one part: only togethe
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
 import lzma
@@ -98,7 +99,7 @@ class Part:
                 number += 1
                 if line.strip():
                     try:
-                        entry = parse_json(line)
+                        entry = parse_json(line if at else line.removeprefix(codecs.BOM_UTF8))
                         if not isinstance(entry, dict):
                             raise TypeError(f"it is a {type(entry).__name__}")
                     except (ValueError, TypeError, RecursionError) as error:
@@ -106,7 +107,8 @@ class Part:
                         last = not line.endswith(b"\n") and len(line) <= LARGEST_JSON
                         if cut is None or (first and not skip) or not (last or skip):
                             fault = f"{self.place(number)} is no JSON object: {error}"
-                            raise (Unreadable if first else MismatchError)(fault, CUT) from error
+                            fix = first_line_fix(line) if first else CUT
+                            raise (Unreadable if first else MismatchError)(fault, fix) from error
                         cut(self.place(number))
                     else:
                         yield number, entry
@@ -116,6 +118,21 @@ class Part:
 
 
 CUT = "was it cut off? one JSON object per line is expected; --skip-torn leaves other lines out"
+
+
+def first_line_fix(line: bytes) -> str:
+    """Say what to do with a file whose first line is no JSON object.
+
+    >>> first_line_fix(b"{\\n")
+    'one JSON object per line is expected: jq -c . FILE > LINES.jsonl'
+    """
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "it is UTF-16, and UTF-8 is expected: iconv -f UTF-16 -t UTF-8 FILE > LINES.jsonl"
+    if line.startswith(b"["):
+        return "one JSON object per line is expected: jq -c '.[]' FILE > LINES.jsonl"
+    if line.strip() == b"{":
+        return "one JSON object per line is expected: jq -c . FILE > LINES.jsonl"
+    return CUT
 
 
 class Unreadable(MismatchError):

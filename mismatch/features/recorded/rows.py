@@ -225,8 +225,6 @@ def _shifted(pair: Pair, off: Ints) -> tuple[list[int], int]:
 
 def _by_source(score: Floats, scored: Ints, known: Mapping[str, np.ndarray]) -> RowGroups | None:
     """Return the rows of sources whose scores are higher than the others', by ranks."""
-    from scipy.stats import mannwhitneyu
-
     tried = {
         name: values
         for name, values in known.items()
@@ -242,6 +240,8 @@ def _by_source(score: Floats, scored: Ints, known: Mapping[str, np.ndarray]) -> 
             factor = float(np.exp(score[high].mean() - score[~high].mean()))
             if factor < WEAK_FACTOR:
                 continue
+            from scipy.stats import mannwhitneyu  # a second of imports: only where it may matter
+
             chance = mannwhitneyu(score[high], score[~high], alternative="greater").pvalue
             if chance * len(tried) * 2 ** (len(kinds) - 1) < CHANCE:
                 rows = tuple(int(row) for row in scored[high])
