@@ -92,7 +92,7 @@ def test_what_the_defaults_of_nemo_rl_name_is_below_the_file(tmp_path):
     text = "defaults: [base/fp8.yaml, base/lora.yaml, base/gone.yaml]\n"
     text += "policy: {generation: {top_p: 0.9}}\n"
     text += "grpo: {_override_: true, async_grpo: {enabled: 1}}\n"
-    done = plan(tmp_path, "--framework-config", text)
+    done = plan(tmp_path, "", text)
     assert done.returncode == 0, done.stderr
     for said in ("temperature = 0.5", "top_p = 0.9", "top_k = 7", "kv_cache_dtype"):
         assert said in done.stdout
@@ -101,12 +101,12 @@ def test_what_the_defaults_of_nemo_rl_name_is_below_the_file(tmp_path):
     for said in ("lora_cfg.enabled = True", "gone.yaml", "async_grpo", "tensor_parallel_size?"):
         assert any(said in line for line in lines), said
     (tmp_path / "base" / "all.yaml").write_text("defaults: fp8.yaml\n")
-    done = plan(tmp_path, "--framework-config", text)
+    done = plan(tmp_path, "", text)
     assert done.returncode == 2
     assert "name each other" in done.stderr
 
 
-# LoRA, an unknown key, a mistyped one, a cache in fp8; by the flag that takes the file.
+# LoRA, an unknown key, a mistyped one, a cache in fp8.
 CONFIGURED = {
     "verl": "actor_rollout_ref: {model: {path: tiny-gpt-oss, lora_rank: 8}, warp_drive: 9,\n"
     "  actor: {strategy: fsdp}, rollout: {name: vllm, dtype: bfloat16, temperature: 1, n: 1,\n"
@@ -130,8 +130,7 @@ CONFIGURED = {
 
 @pytest.mark.parametrize("name", grid(CONFIGURED, "prime-rl"))
 def test_what_is_not_followed_of_any_framework_is_in_the_plan(tmp_path, name):
-    flag = "--verl-config" if name == "verl" else "--framework-config"
-    done = plan(tmp_path, flag, CONFIGURED[name])
+    done = plan(tmp_path, "verl" if name == "verl" else "", CONFIGURED[name])
     assert done.returncode == 0, done.stderr
     said = [line.lower() for line in done.stdout.splitlines() if "not reproduced" in line]
     meant = "enforce_eager?" if name == "OpenRLHF" else "temperature?"
