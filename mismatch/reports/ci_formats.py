@@ -100,9 +100,9 @@ def to_junit(report: Report, failing: bool) -> str:
 
 
 def to_sarif(report: Report, failing: bool) -> str:
-    """Return SARIF 2.1.0: a result for each failing case, and for each fault beside them.
+    """Return SARIF 2.1.0: a result for each failing case, and one for each other fault.
 
-    Names are those of every format (:func:`failing_cases`). A result stands at report.json, since
+    All formats use the same names (:func:`failing_cases`). The place of a result is report.json:
     code scanning shows none without a place.
 
     Args:

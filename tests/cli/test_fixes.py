@@ -8,7 +8,9 @@ from typer.testing import CliRunner
 from mismatch.cli.main import app
 from mismatch.errors import MismatchError
 from mismatch.experiments.fixes.catalogue import FIXES, HIDES
-from tests import frozen
+from mismatch.models import resolve_model
+from mismatch.run import store
+from mismatch.specs import CheckSpec, EngineSpec, RolloutSpec, TrainSpec, to_dict
 
 MODEL = ("--model", "tiny-gpt-oss")
 
@@ -63,12 +65,15 @@ def test_the_flags_of_the_check_decide_too(tmp_path):
 
 
 def test_a_run_decides_too(tmp_path):
-    run = frozen.unpack("no-sinks", tmp_path)
-    assert listed("--like", str(run))["attention-sinks"]["applies"]
-    run = frozen.unpack("clean", tmp_path)
-    assert not listed("--like", str(run))["attention-sinks"]["applies"]
+    for attention, applies in (("no-sinks", True), ("auto", False)):
+        model = resolve_model("tiny-gpt-oss")
+        engine = EngineSpec(model=model)
+        train = TrainSpec(model=model, attention=attention)
+        spec = CheckSpec(rollout=RolloutSpec(engine), train=train)
+        store.write_json(tmp_path / "spec.json", to_dict(spec))
+        assert listed("--like", str(tmp_path))["attention-sinks"]["applies"] == applies
     with pytest.raises(MismatchError, match="--like RUN"):
-        invoke("--like", str(run), *MODEL)
+        invoke("--like", str(tmp_path), *MODEL)
 
 
 def test_of_two_values_one_may_apply():
