@@ -28,6 +28,7 @@ from mismatch.models.derived import require_form as require_derived
 from mismatch.models.moe import require_forms, require_routes
 from mismatch.processes.adapter import no_float32
 from mismatch.processes.exchange import require_file
+from mismatch.plugins import load, scorers
 from mismatch.processes.launch import own_python
 from mismatch.prompts.sources import read_prompts, require_within
 from mismatch.run.hub import asking_the_hub, cache_folder, cached_snapshot, offline
@@ -282,7 +283,8 @@ def preflight_training(
     """
     if spec.python is not None:
         loads = OWN_SCORER if spec.scorer == FILE_SCORER else spec.scorer
-        modules = TRAINER_MODULES.get(loads, ("torch", "numpy"))
+        added = scorers().get(loads)
+        modules = added.modules if added else TRAINER_MODULES.get(loads, ("torch", "numpy"))
         require_modules(spec.python, "--train-python", modules, "the trainer")
         if spec.scorer == OWN_SCORER:
             require_transformers(spec.python)
@@ -305,6 +307,11 @@ def preflight_training(
             f"{nproc_per_node} ranks of --nproc-per-node",
             "set one of them so that it does",
         )
+    if spec.scorer in scorers():
+        required = scorers()[spec.scorer].require
+        ranks = nproc_per_node if meets else int(os.environ.get("WORLD_SIZE", nproc_per_node))
+        if required:
+            load(required)(spec, ranks)
     if meets:
         require_free_port(os.environ)
     if reach:

@@ -1,0 +1,35 @@
+"""Prepare a process for Megatron-Core on a CPU, when it imports it (tests/megatron_cpu)."""
+
+import importlib.abc
+import importlib.util
+import sys
+
+
+class Around(importlib.abc.MetaPathFinder):
+    """Replace torch's names of CUDA in front of megatron.core, and its own once they are there."""
+
+    busy = False
+
+    def find_spec(self, name, path=None, target=None):
+        if self.busy or not name.startswith("megatron.core"):
+            return None
+        import cuda_names
+
+        cuda_names.of_torch()
+        change = cuda_names.OF_MEGATRON.get(name)
+        if change is None:
+            return None
+        self.busy = True
+        spec = importlib.util.find_spec(name)
+        self.busy = False
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Around())
