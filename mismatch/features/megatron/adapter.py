@@ -69,9 +69,9 @@ class Megatron:
         folder = self._folder()
         self.shape = shape_of(parse_json(read_regular(folder / "config.json")))
         self.engine = find_spec("transformer_engine") is not None
-        asked = read_layout(job.config)
+        asked = read_layout(job.config, job.overrides)
         self.layout = self._layout(asked)
-        self._join(asked)
+        self._join()
         require_fit(self.layout, self.shape, dist.get_world_size())
         require_tensors(folder, self.shape)
         self.vocab = math.ceil(self.shape.number("vocab_size") / self.layout.tp) * self.layout.tp
@@ -109,7 +109,7 @@ class Megatron:
             instead("sp", "sequence_parallel", False, why)
         return Layout(**{**vars(asked), **changed})
 
-    def _join(self, asked: Layout) -> None:
+    def _join(self) -> None:
         """Let the ranks meet, once in a process."""
         on_gpu = torch.cuda.is_available()
         if on_gpu:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,8 +72,11 @@ class Layout:
         return f"{sizes}{', sequence parallel' if self.sp else ''}, {self.dispatcher}"
 
 
-def read_layout(given: str | None) -> Layout:
+def read_layout(given: str | None, overrides: Sequence[str] = ()) -> Layout:
     """Return the layout that ``--scorer-config`` gives.
+
+    Args:
+        overrides: ``key=value`` over a file, as verl takes them.
 
     Raises:
         MismatchError: an unknown word, a size that is none, or a file without Megatron's settings.
@@ -107,6 +110,12 @@ def read_layout(given: str | None) -> Layout:
                 node = node.get(key) if isinstance(node, Mapping) else None
             if isinstance(node, Mapping):
                 found |= {name: node[key] for name, key in KEYS.items() if node.get(key) is not None}
+        for text in overrides:
+            place, _, value = text.lstrip("+").partition("=")
+            section, _, key = place.rpartition(".")
+            name = {key: name for name, key in KEYS.items()}.get(key)
+            if name and section in SECTIONS and value.lower() not in ("null", "none", ""):
+                found[name] = value
     if not found:
         fault = f"--scorer-config {given} has no settings of Megatron"
         raise MismatchError(fault, f"it needs {' or '.join(SECTIONS[:2])}, or Megatron's arguments")
@@ -172,6 +181,9 @@ def require_fit(layout: Layout, shape: Shape, ranks: int) -> None:
     ]
     if layout.ep > 1 and not shape.experts:
         raise MismatchError(f"{layout} for a dense model, which has no experts", "drop ep")
+    if shape.config["model_type"] == "gpt_oss" and layout.expert_tp > 1:
+        fault = f"{layout}: Megatron-Core cuts no experts that have biases, as gpt-oss's have"
+        raise MismatchError(fault, "add etp=1")
     for name, size, what, count in checks:
         if count % size:
             fault = f"--scorer megatron, {layout}: {name} = {size} does not divide {count} {what}"
@@ -187,7 +199,7 @@ def require(spec: TrainSpec, ranks: int) -> None:
     """
     from mismatch.models.config import find_config
 
-    layout = read_layout(spec.scorer_config)
+    layout = read_layout(spec.scorer_config, spec.scorer_overrides)
     try:
         found = find_config(spec.model, spec.revision)
     except MismatchError:
@@ -233,9 +245,7 @@ def require_tensors(folder: Path, shape: Shape) -> None:
     for name in sorted(expected.keys() | stored.keys()):
         wanted, there = expected.get(name), stored.get(name)
         if wanted != there:
-            fault = f"{folder}: {name} is {_of(there)}, and config.json asks for {_of(wanted)}"
+            ours = f"of shape {list(there)}" if there else "missing"
+            asked = f"asks for {list(wanted)}" if wanted else "knows no such tensor"
+            fault = f"{folder}: {name} is {ours}, and config.json {asked}"
             raise MismatchError(fault, "use the configuration and the weights of one checkpoint")
-
-
-def _of(shape: tuple[int, ...] | None) -> str:
-    return "no tensor" if shape is None else f"of shape {list(shape)}"
