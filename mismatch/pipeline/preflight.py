@@ -26,9 +26,9 @@ from mismatch.models.config import find_config, first_layers, read_config
 from mismatch.models.derived import is_mxfp4
 from mismatch.models.derived import require_form as require_derived
 from mismatch.models.moe import require_forms, require_routes
+from mismatch.plugins import load, scorers
 from mismatch.processes.adapter import no_float32
 from mismatch.processes.exchange import require_file
-from mismatch.plugins import load, scorers
 from mismatch.processes.launch import own_python
 from mismatch.prompts.sources import read_prompts, require_within
 from mismatch.run.hub import asking_the_hub, cache_folder, cached_snapshot, offline

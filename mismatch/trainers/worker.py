@@ -255,8 +255,8 @@ def save(path: Path, tokens: Tokens, parts: list[Scored], trainer: Trainer, seco
 
 def versions() -> dict[str, str]:
     """Return the versions of what can change a number and is loaded here."""
-    names = ("torch", "transformers", "verl", "trl", "accelerate", "flash_attn", "numpy")
-    names += ("megatron.core", "transformer_engine")
+    names = ["torch", "transformers", "verl", "trl", "accelerate", "flash_attn", "numpy"]
+    names += ["megatron.core", "transformer_engine"]
     loaded = {name: sys.modules[name] for name in names if name in sys.modules}
     found = {name: str(getattr(module, "__version__", "")) for name, module in loaded.items()}
     return {"python": platform.python_version(), **{k: v for k, v in found.items() if v}}

@@ -22,15 +22,19 @@ from tests.megatron_cpu.stack import environment
 from tests.shared import once
 
 pytestmark = pytest.mark.slow
-FEW = ("--num-prompts", "8", "--samples-per-prompt", "2", "--max-tokens", "24")
+FEW = ("--num-prompts", "24", "--samples-per-prompt", "2", "--max-tokens", "24")
 ALONE = ("--no-explain", "--no-locate")
-FAULTY = "tests.megatron_cpu.faults:Faulty"
+# Four of eight experts: with two, a flip of one moves a random model's tokens by more than bf16 does.
+SHAPES: dict[str, Any] = {
+    "qwen3_moe": {"hidden_size": 256, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
+    "gpt_oss": {"num_hidden_layers": 4},
+}
 FLOOR = 1e-5  # nats: float32 against float32 of other code, of these models
 
 
 def checked(folder: Path, family: str, layout: str, *flags: str) -> None:
     """Make a model and check it with Megatron-Core on two ranks."""
-    model = make(family, folder / "model", head_dim=32, num_hidden_layers=3)
+    model = make(family, folder / "model", head_dim=32, **SHAPES.get(family, {}))
     own = ("--scorer", "megatron", "--scorer-config", layout, "--nproc-per-node", "2")
     asked = ("check", "--model", model, *FEW, *ALONE, *own, *flags, "--out", folder / "run")
     done = mismatch(*asked, timeout=900, **environment())
@@ -56,7 +60,7 @@ def again(folder: Path, target: Path, layout: str, ranks: int = 2, fault: str = 
     """Return the report of the same tokens in another layout, or with a fault."""
     theirs = shutil.ignore_patterns("fsdp*", "report*", "comparison*", "tokens*", "errors")
     shutil.copytree(folder / "run", target, ignore=theirs)
-    own = ("--scorer", FAULTY if fault else "megatron", "--scorer-config", layout)
+    own = ("--scorer", "megatron", "--scorer-config", layout)
     variables = environment() | ({"MEGATRON_FAULT": fault} if fault else {})
     done = mismatch("score", target, *own, "--nproc-per-node", ranks, timeout=600, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,9 +87,9 @@ def require_clean(report: Any, run: Path) -> None:
 def require_fault(report: Any) -> None:
     """Assert a broken trainer that computes another function."""
     assert report["verdict"]["status"] == "broken", report["verdict"]
-    failed = {check["id"] for check in report["checks"] if check["status"] == "fail"}
+    failed = {check["id"] for check in report["checks"] if check["status"] == "failed"}
     assert "implementation-gap-trainer" in failed
-    assert not any(each.startswith("implementation-gap-engine") for each in failed)
+    assert "implementation-gap" not in failed  # the engine's
     assert {cause["side"] for cause in report["causes"]["ranked"]} <= {"trainer"}
 
 
@@ -110,7 +114,7 @@ def test_a_dense_model_with_its_tensors_over_two_ranks(dense: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
-        ("tp=1", 1), ("tp=2", 2), ("tp=2,ep=2,etp=1", 2), ("tp=2,ep=2", 4), ("pp=3", 3),
+        ("tp=1", 1), ("tp=2", 2), ("tp=2,ep=2,etp=1", 2), ("tp=2,ep=2", 4), ("pp=2", 2),
         ("ep=2,dispatcher=allgather", 2), ("ep=2,router=fp32", 2), ("ep=2,tp=2,etp=1", 4),
     ],
 )  # fmt: skip
@@ -121,7 +125,7 @@ def test_every_layout_is_at_the_floor_of_float32(
     require_clean(report, tmp_path / "run")
 
 
-OF_EXPERTS = ("dropped", "permuted", "biased", "stale")
+OF_EXPERTS = ("dropped", "permuted", "biased")
 OF_TENSORS = ("unreduced_head", "unreduced_rows", "stale")
 
 
@@ -146,11 +150,6 @@ def test_faults_under_tensor_parallelism(dense: Path, fault: str, tmp_path: Path
 
 
 @pytest.mark.grid
-def test_the_wrapper_of_the_faults_alone_changes_nothing(dense: Path, tmp_path: Path) -> None:
-    require_clean(again(dense, tmp_path / "run", "tp=2", fault="none"), tmp_path / "run")
-
-
-@pytest.mark.grid
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_another_family_by_the_same_table(family: str, tmp_path: Path) -> None:
     """gpt-oss: sinks, sliding windows, YaRN and biased experts in Megatron-Core's own layers."""
@@ -168,7 +167,7 @@ def test_what_cannot_run_is_refused_before_anything_is_sampled(tmp_path: Path) -
     misfit = ("--scorer-config", "ep=3", "--nproc-per-node", "3", "--out", tmp_path / "a")
     done = mismatch(*own, *misfit, **environment())
     assert done.returncode == 2
-    assert "does not divide 8 experts" in done.stderr
+    assert "ep = 3" in done.stderr
     assert not (tmp_path / "a" / "rollout.parquet").exists()
 
 
@@ -176,7 +175,7 @@ def test_what_cannot_run_is_refused_before_anything_is_sampled(tmp_path: Path) -
 def test_a_rank_that_dies_ends_the_check_with_its_name(dense: Path, tmp_path: Path) -> None:
     theirs = shutil.ignore_patterns("fsdp*", "report*", "comparison*", "tokens*", "errors")
     shutil.copytree(dense / "run", tmp_path / "run", ignore=theirs)
-    own = ("--scorer", FAULTY, "--scorer-config", "tp=2", "--nproc-per-node", "2")
+    own = ("--scorer", "megatron", "--scorer-config", "tp=2", "--nproc-per-node", "2")
     variables = environment() | {"MEGATRON_FAULT": "dies"}
     done = mismatch("score", tmp_path / "run", *own, timeout=300, **variables)
     assert done.returncode == 2

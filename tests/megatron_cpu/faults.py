@@ -1,6 +1,7 @@
-"""Faults of a parallel layout, planted in Megatron-Core's own objects: ``--scorer …:Faulty``.
+"""Faults of a parallel layout, planted in Megatron-Core's own objects by ``MEGATRON_FAULT``.
 
-``MEGATRON_FAULT`` names one. Most are of rank 1 alone, where a test on one rank cannot see them.
+Most are of the second rank of a group alone, where a test on one rank cannot see them; on one rank
+there is no such rank and no fault.
 """
 
 from __future__ import annotations
@@ -10,11 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import cross_entropy, layers
 from megatron.core.transformer.moe.router import TopKRouter
-
-from mismatch.features.megatron.adapter import Megatron
-from mismatch.trainers.protocol import TrainerJob
 
 
 def experts(model: torch.nn.Module, part: str) -> list[Any]:
@@ -36,7 +35,8 @@ def permuted(model: torch.nn.Module) -> None:
     """Rank 1's experts stand in the other order, as after a wrong offset on loading."""
     for part in ("linear_fc1", "linear_fc2"):
         for weights in experts(model, part):
-            for weight, other in zip(weights, [each.clone() for each in weights[::-1]], strict=True):
+            others = [each.clone() for each in weights[::-1]]
+            for weight, other in zip(weights, others, strict=True):
                 weight.copy_(other)
 
 
@@ -99,21 +99,28 @@ def unreduced_rows(model: torch.nn.Module) -> None:
     last.forward = forward
 
 
-OF_RANK_1 = {"dropped": dropped, "permuted": permuted, "biased": biased, "stale": stale}
+OF_EXPERTS = {"dropped": dropped, "permuted": permuted, "biased": biased}
+OF_TENSORS = {"stale": stale}
 OF_ALL = {"unreduced_head": unreduced_head, "unreduced_rows": unreduced_rows}
 
 
-class Faulty(Megatron):
-    """Megatron-Core with one fault, in every precision."""
+def plant(adapter: Any) -> None:
+    """Let the adapter's class plant the fault behind its own loading."""
+    right = adapter.Megatron
 
-    def __init__(self, job: TrainerJob) -> None:
-        super().__init__(job)
-        fault = os.environ["MEGATRON_FAULT"]
-        model = getattr(self.model, "module", self.model)
-        if fault == "dies" and dist.get_rank() == 1:
-            os._exit(9)
-        with torch.no_grad():
-            if fault in OF_ALL:
-                OF_ALL[fault](model)
-            elif fault != "none" and dist.get_rank() == 1:
-                OF_RANK_1[fault](model)
+    class Megatron(right):  # type: ignore[misc]
+        def __init__(self, job: Any) -> None:
+            super().__init__(job)
+            fault = os.environ["MEGATRON_FAULT"]
+            model = getattr(self.model, "module", self.model)
+            if fault == "dies" and dist.get_rank() == 1:
+                os._exit(9)
+            with torch.no_grad():
+                if fault in OF_ALL:
+                    OF_ALL[fault](model)
+                if fault in OF_EXPERTS and parallel_state.get_expert_model_parallel_rank() == 1:
+                    OF_EXPERTS[fault](model)
+                if fault in OF_TENSORS and parallel_state.get_tensor_model_parallel_rank() == 1:
+                    OF_TENSORS[fault](model)
+
+    adapter.Megatron = Megatron

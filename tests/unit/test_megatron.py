@@ -37,7 +37,8 @@ actor_rollout_ref:
 NEMO_RL = """
 policy:
   megatron_cfg: {enabled: true, tensor_model_parallel_size: 2, expert_model_parallel_size: 4,
-                 sequence_parallel: true, moe_router_dtype: fp32, moe_token_dispatcher_type: allgather}
+                 sequence_parallel: true, moe_router_dtype: fp32,
+                 moe_token_dispatcher_type: allgather}
 """
 SLIME = """
 PERF_ARGS=(
@@ -64,7 +65,8 @@ def test_a_frameworks_file_and_words_give_the_same_layout(
 
 
 @pytest.mark.parametrize(
-    "given", ["tq=2", "tp=two", "tp=0", "dispatcher=pigeon", "no-such.yaml", "other.yaml", "torn.yaml"]
+    "given",
+    ["tq=2", "tp=two", "tp=0", "dispatcher=pigeon", "no-such.yaml", "other.yaml", "torn.yaml"],
 )
 def test_what_is_no_layout_is_refused(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +140,7 @@ def test_misfits_are_refused_before_anything_starts(tmp_path: Path) -> None:
         other = tmp_path / "other"
         shutil.copytree(folder, other, dirs_exist_ok=True)
         (other / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(MismatchError, match="config.json"):
+        with pytest.raises(MismatchError, match=r"config\.json"):
             require(replace(spec, model=str(other)), 1)
     with pytest.raises(MismatchError, match="deepseek_v3"):
         shape_of({"model_type": "deepseek_v3"})

@@ -1,10 +1,10 @@
 """Megatron-Core's own GPT model: its layer specs, dispatchers and vocabulary-parallel numbers.
 
 Every rank builds its part as a training script does, from Megatron's ``TransformerConfig``, loads
-it by a small table of names, and runs forward passes by Megatron's own schedule. TransformerEngine's
-layers run where that package is installed, else Megatron-Core's own. What is not Megatron's here:
-the choice of micro-batches, and the entropy. Dropout is off and the model is in eval mode, as verl
-and NeMo-RL compute log-probabilities.
+it by a small table of names, and runs forward passes by Megatron's own schedule. Layers are
+TransformerEngine's where that package is installed, else Megatron-Core's own. Not Megatron's are
+the choice of micro-batches and the entropy. Dropout is off and the model is in eval mode, as where
+verl and NeMo-RL compute log-probabilities.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from mismatch.errors import MismatchError
 from mismatch.features.megatron.layout import Layout, read_layout, require_fit, require_tensors
-from mismatch.features.megatron.names import Shape, shape_of
+from mismatch.features.megatron.names import shape_of
 from mismatch.run.files import parse_json, read_regular
 from mismatch.trainers.protocol import Facts, Replaced, Scored, Tokens, TrainerJob, Variant
 
@@ -296,7 +296,7 @@ class Megatron:
         """Return log-probabilities and entropies [rows, T], on the last pipeline stage alone.
 
         Args:
-            ids: [rows, T]; what stands behind a sequence is seen by no token of it.
+            ids: [rows, T]; no token of a sequence sees the padding behind it.
         """
         rows, width = ids.shape
         positions = torch.arange(width, device=ids.device).expand(rows, width)
@@ -342,7 +342,7 @@ class Megatron:
 
     def facts(self) -> Facts:
         """Return what ran."""
-        layers = "TransformerEngine's" if self.engine else "its own"
+        layers = "TransformerEngine's" if self.engine else "Megatron-Core's"
         sinks = {"honours_sinks": True} if self.config.softmax_type == "learnable" else {}
         return Facts(
             code=f"Megatron-Core {megatron.core.__version__}, GPTModel with {layers} layers",

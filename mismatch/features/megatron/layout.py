@@ -109,11 +109,13 @@ def read_layout(given: str | None, overrides: Sequence[str] = ()) -> Layout:
             for key in section.split("."):
                 node = node.get(key) if isinstance(node, Mapping) else None
             if isinstance(node, Mapping):
-                found |= {name: node[key] for name, key in KEYS.items() if node.get(key) is not None}
+                found |= {
+                    name: node[key] for name, key in KEYS.items() if node.get(key) is not None
+                }
         for text in overrides:
             place, _, value = text.lstrip("+").partition("=")
             section, _, key = place.rpartition(".")
-            name = {key: name for name, key in KEYS.items()}.get(key)
+            name = next((name for name, own in KEYS.items() if own == key), "")
             if name and section in SECTIONS and value.lower() not in ("null", "none", ""):
                 found[name] = value
     if not found:

@@ -1,4 +1,4 @@
-"""Where the weights of a Megatron-Core GPT model stand in a Hugging Face checkpoint.
+"""Where a Hugging Face checkpoint holds the weights of a Megatron-Core GPT model.
 
 A small table of names for dense and MoE decoders, in plain Python: the check before a run and the
 ranks that load read the same one. It holds what Megatron-Core's own ``GPTModel`` can hold.
@@ -250,7 +250,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     if family not in FAMILIES:
         raise MismatchError(
             f"--scorer megatron has no table of names for the family {family}",
-            f"it has {', '.join(FAMILIES)}; others: your own loader as --scorer package.module:Class",
+            f"it has {', '.join(FAMILIES)}; else your own loader: --scorer package.module:Class",
         )
     if "quantization_config" in config:
         raise MismatchError(

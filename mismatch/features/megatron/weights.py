@@ -60,15 +60,10 @@ def load(model: torch.nn.Module, folder: Path, shape: Shape, experts: int) -> No
             parameter.copy_(value)
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, taken)
-    known = shape.tensors().keys() | ({"lm_head.weight"} & stored.keys())
-    left = sorted(stored.keys() - set().union(*of_all) - (known if _tied(shape) else set()))
+    left = sorted(shape.tensors().keys() - set().union(*of_all))
     if left:
         fault = f"no rank of Megatron-Core's model holds {left[0]} of {folder}"
         raise MismatchError(fault, "score with your own loader: --scorer package.module:Class")
-
-
-def _tied(shape: Shape) -> bool:
-    return bool(shape.config.get("tie_word_embeddings"))
 
 
 def _first_layer(model: torch.nn.Module) -> int:
@@ -83,20 +78,23 @@ def _global(name: str, first_layer: int, expert_rank: int, experts: int) -> str:
         name = f"{found[1]}{int(found[2]) + first_layer}{found[3]}"
     if found := LOCAL_EXPERT.fullmatch(name):
         number = int(found[3] or found[6]) + expert_rank * experts
-        name = f"{found[1]}{found[2]}{number}{found[4]}" if found[2] else f"{found[1]}{found[5]}{number}"
+        rest = f"{found[2]}{number}{found[4]}" if found[2] else f"{found[5]}{number}"
+        name = f"{found[1]}{rest}"
     return name
 
 
 def _read(file: Any, name: str, source: Source) -> torch.Tensor:
     if source.expert is None:
-        return file.get_tensor(name)
-    return file.get_slice(name)[source.expert : source.expert + 1][0]
+        whole: torch.Tensor = file.get_tensor(name)
+        return whole
+    one: torch.Tensor = file.get_slice(name)[source.expert : source.expert + 1][0]
+    return one
 
 
 def _made(parts: list[torch.Tensor], source: Source, shape: Shape) -> torch.Tensor:
     """Return the whole parameter as Megatron-Core would hold it on one rank."""
     if source.kind == "qkv":
-        grouped = [part.unflatten(0, (shape.groups, -1)) for part in parts]
+        grouped = [part.reshape(shape.groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, 1).flatten(0, 1)
     if source.kind == "halves":
         return torch.cat(parts)

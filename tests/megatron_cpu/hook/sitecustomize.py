@@ -2,7 +2,17 @@
 
 import importlib.abc
 import importlib.util
+import os
 import sys
+
+ADAPTER = "mismatch.features.megatron.adapter"
+
+
+def plant(adapter):
+    """Plant the fault that a test asks for (tests/megatron_cpu/faults.py)."""
+    import tests.megatron_cpu.faults as faults
+
+    faults.plant(adapter)
 
 
 class Around(importlib.abc.MetaPathFinder):
@@ -11,12 +21,14 @@ class Around(importlib.abc.MetaPathFinder):
     busy = False
 
     def find_spec(self, name, path=None, target=None):
-        if self.busy or not name.startswith("megatron.core"):
+        if self.busy or not name.startswith(("megatron.core", ADAPTER)):
             return None
         import cuda_names
 
         cuda_names.of_torch()
         change = cuda_names.OF_MEGATRON.get(name)
+        if name == ADAPTER and "MEGATRON_FAULT" in os.environ:
+            change = plant
         if change is None:
             return None
         self.busy = True
