@@ -24,7 +24,7 @@ from tests.shared import once
 pytestmark = pytest.mark.slow
 FEW = ("--num-prompts", "24", "--samples-per-prompt", "2", "--max-tokens", "24")
 ALONE = ("--no-explain", "--no-locate")
-# Four of eight experts: with two, a flip of one moves a random model's tokens by more than bf16 does.
+# Four of eight experts: with two, a flip moves a random model's tokens by more than bf16 does.
 SHAPES: dict[str, Any] = {
     "qwen3_moe": {"hidden_size": 256, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
     "gpt_oss": {"num_hidden_layers": 4},
@@ -32,12 +32,12 @@ SHAPES: dict[str, Any] = {
 FLOOR = 1e-5  # nats: float32 against float32 of other code, of these models
 
 
-def checked(folder: Path, family: str, layout: str, *flags: str) -> None:
+def checked(folder: Path, family: str, layout: str, *flags: str, **variables: str) -> None:
     """Make a model and check it with Megatron-Core on two ranks."""
     model = make(family, folder / "model", head_dim=32, **SHAPES.get(family, {}))
     own = ("--scorer", "megatron", "--scorer-config", layout, "--nproc-per-node", "2")
     asked = ("check", "--model", model, *FEW, *ALONE, *own, *flags, "--out", folder / "run")
-    done = mismatch(*asked, timeout=900, **environment())
+    done = mismatch(*asked, timeout=900, **environment() | variables)
     assert (folder / "run" / "report.json").exists(), done.stdout + done.stderr
 
 
@@ -147,6 +147,20 @@ def test_faults_under_expert_parallelism(experts: Path, fault: str, tmp_path: Pa
 @pytest.mark.parametrize("fault", OF_TENSORS)
 def test_faults_under_tensor_parallelism(dense: Path, fault: str, tmp_path: Path) -> None:
     require_fault(again(dense, tmp_path / "run", "tp=2", fault=fault))
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(1200)
+def test_a_check_says_that_a_fault_is_of_the_layout(tmp_path: Path) -> None:
+    """One command: the trainer is broken, and right with the whole model on one rank."""
+    fault = {"MEGATRON_FAULT": "dropped"}
+    checked(tmp_path, "qwen3_moe", "ep=2", "--engine", "transformers", **fault)
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    require_fault(report)
+    (cause, *_) = report["causes"]["ranked"]
+    assert (cause["id"], cause["status"], cause["side"]) == ("tp-layout", "confirmed", "trainer")
+    effect = report["layout"]
+    assert effect["alone"] < FLOOR < 1000 * FLOOR < effect["spread"]
 
 
 @pytest.mark.grid

@@ -105,7 +105,7 @@ OF_ALL = {"unreduced_head": unreduced_head, "unreduced_rows": unreduced_rows}
 
 
 def plant(adapter: Any) -> None:
-    """Let the adapter's class plant the fault behind its own loading."""
+    """Let the adapter's class plant the fault after loading."""
     right = adapter.Megatron
 
     class Megatron(right):  # type: ignore[misc]

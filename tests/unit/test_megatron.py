@@ -81,7 +81,7 @@ def test_what_is_no_layout_is_refused(
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_parameter_of_the_table_is_of_tensors_that_the_checkpoint_has(family: str) -> None:
-    """Megatron's parameters of a tiny model, by its own naming, use every tensor and no other."""
+    """Megatron's parameters of a tiny model, by Megatron's names, use every tensor and no other."""
     shape = shape_of({**tiny(family), "model_type": family})
     expected = set(shape.tensors())
     names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"]

@@ -35,7 +35,7 @@ KEYS = {
 DISPATCHERS = ("alltoall", "allgather", "flex")
 ROUTERS = ("fp32", "fp64")
 FORM = "--scorer-config tp=2,ep=2 (also etp, pp, cp, sp, dispatcher, router), or a file"
-# Where verl, NeMo-RL and verl's free settings of Megatron keep them; later ones win.
+# Where verl, NeMo-RL and verl's free settings of Megatron keep them; the last that is there wins.
 SECTIONS = (
     "policy.megatron_cfg",
     "actor_rollout_ref.actor.megatron",

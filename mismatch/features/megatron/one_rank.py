@@ -48,7 +48,7 @@ class LayoutEffect:
 
     @property
     def removed(self) -> float:
-        """Return the share of the error that goes with the layout."""
+        """Return the share of the error that is gone on one rank."""
         return 1 - self.alone / self.spread if self.spread > 0 else 0.0
 
 

@@ -1,6 +1,6 @@
 """Load a rank's part of a Hugging Face checkpoint into a Megatron-Core model.
 
-What a rank holds follows from the shapes of its own parameters: a dimension that is shorter than
+What a rank holds follows from the shapes of its parameters: a dimension that is shorter than
 the whole tensor's is a slice of it. So one rule serves tensor and expert parallelism, Megatron's
 own layers and TransformerEngine's.
 """
@@ -67,7 +67,7 @@ def load(model: torch.nn.Module, folder: Path, shape: Shape, experts: int) -> No
 
 
 def _first_layer(model: torch.nn.Module) -> int:
-    """Return how many layers the pipeline stages before this one hold."""
+    """Return how many layers the earlier pipeline stages hold."""
     layers: Any = model.get_submodule("decoder").layers
     return int(layers[0].layer_number) - 1 if len(layers) else 0
 

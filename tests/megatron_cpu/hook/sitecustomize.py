@@ -16,7 +16,7 @@ def plant(adapter):
 
 
 class Around(importlib.abc.MetaPathFinder):
-    """Replace torch's names of CUDA in front of megatron.core, and its own once they are there."""
+    """Replace torch's names of CUDA before megatron.core is imported, and Megatron's after."""
 
     busy = False
 
