@@ -283,8 +283,7 @@ def preflight_training(
     """
     if spec.python is not None:
         loads = OWN_SCORER if spec.scorer == FILE_SCORER else spec.scorer
-        added = scorers().get(loads)
-        modules = added.modules if added else TRAINER_MODULES.get(loads, ("torch", "numpy"))
+        modules = TRAINER_MODULES.get(loads, ("torch", "numpy"))
         require_modules(spec.python, "--train-python", modules, "the trainer")
         if spec.scorer == OWN_SCORER:
             require_transformers(spec.python)
@@ -307,11 +306,12 @@ def preflight_training(
             f"{nproc_per_node} ranks of --nproc-per-node",
             "set one of them so that it does",
         )
-    if spec.scorer in scorers():
-        required = scorers()[spec.scorer].require
+    if added := scorers().get(spec.scorer):
+        python = spec.python or sys.executable
+        require_modules(python, "--train-python", added.modules, "the trainer")
         ranks = nproc_per_node if meets else int(os.environ.get("WORLD_SIZE", nproc_per_node))
-        if required:
-            load(required)(spec, ranks)
+        if added.require:
+            load(added.require)(spec, ranks)
     if meets:
         require_free_port(os.environ)
     if reach:

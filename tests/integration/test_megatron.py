@@ -26,7 +26,7 @@ FEW = ("--num-prompts", "24", "--samples-per-prompt", "2", "--max-tokens", "24")
 ALONE = ("--no-explain", "--no-locate")
 # Four of eight experts: with two, a flip moves a random model's tokens by more than bf16 does.
 SHAPES: dict[str, Any] = {
-    "qwen3_moe": {"hidden_size": 256, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
+    "qwen3_moe": {"hidden_size": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
     "gpt_oss": {"num_hidden_layers": 4},
 }
 FLOOR = 1e-5  # nats: float32 against float32 of other code, of these models
@@ -76,8 +76,12 @@ def gap(report: Any) -> float:
 
 
 def require_clean(report: Any, run: Path) -> None:
-    """Assert a verdict without a fault, and float32 at its floor in every token."""
-    assert report["verdict"]["status"] in ("healthy", "tolerable"), report["verdict"]
+    """Assert that no check failed, and float32 at its floor in every token.
+
+    A few prompts of a random model may leave a level undecided; they never reach beyond it.
+    """
+    assert report["verdict"]["status"] in ("healthy", "tolerable", "inconclusive")
+    assert [check for check in report["checks"] if check["status"] == "failed"] == []
     assert report["causes"]["ranked"] == []
     assert gap(report) < FLOOR
     passes = [store.load_scoring(run, name).logprobs for name in ("fsdp:fp32", REFERENCE)]
@@ -194,3 +198,14 @@ def test_a_rank_that_dies_ends_the_check_with_its_name(dense: Path, tmp_path: Pa
     done = mismatch("score", tmp_path / "run", *own, timeout=300, **variables)
     assert done.returncode == 2
     assert "exit code 9" in done.stderr or "exitcode" in done.stderr, done.stderr
+
+
+def test_an_environment_without_megatron_core_is_refused_before_anything_is_sampled(
+    tmp_path: Path,
+) -> None:
+    model = make("qwen3_moe", tmp_path / "model", head_dim=32)
+    own = ("check", "--model", model, *FEW, "--engine", "transformers", "--scorer", "megatron")
+    done = mismatch(*own, "--out", tmp_path / "run")
+    assert done.returncode == 2
+    assert "megatron.core" in done.stderr
+    assert not (tmp_path / "run" / "rollout.parquet").exists()
