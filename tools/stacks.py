@@ -219,8 +219,8 @@ A stack named after a framework has that framework's versions. No row has run GP
 
 megatron-core 0.16.1 with its layers in torch, on a CPU under gloo (`--scorer megatron`): tiny
 models with random weights, 5 sequences, in float32. The number is the distance from transformers'
-float32, in nats; the rounding of float32 is of that size. `tiny-gpt-oss` with vLLM 0.32, TP 2 × EP 2
-on two ranks, is healthy, 0.004.
+float32, in nats; the rounding of float32 is of that size. `tiny-gpt-oss` with vLLM 0.32, TP 2 ×
+EP 2 on two ranks, is healthy, 0.004.
 
 | model | layout | ranks | largest distance of a token |
 | --- | --- | --- | --- |
