@@ -42,9 +42,11 @@ env:  ## .venv at the root; CPU or CUDA flavour found by itself; does nothing wh
 env-sglang:  ## .venv-sglang at the root, for --engine sglang: its pins clash with vLLM's
 	@$(PYTHON) tools/make_env.py --sglang
 
-env-tests:  ## what the tests need: both engines on the CPU, and a browser for the report's page
+env-tests:  ## what the tests need: both engines on the CPU, Megatron-Core, and a browser for the report's page
 	@$(PYTHON) tools/make_env.py --tests
 	@$(PYTHON) tools/make_env.py --tests --sglang
+	@test -d .megatron/megatron || $(TEST_BIN)/python -m pip install -q --no-deps --target .megatron megatron-core==0.16.1 \
+		|| echo "Megatron-Core could not be installed: its tests are skipped"
 	@$(TEST_BIN)/python tools/get_browser.py
 
 test-gpu: env  ## what only a GPU can show, in 25 minutes: proof/proof.json, to send; then a table (gpu.json) of 10

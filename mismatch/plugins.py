@@ -111,6 +111,20 @@ class Analysis:
 
 
 @dataclass(frozen=True, slots=True)
+class Scorer:
+    """A framework's own code as the trainer, for ``--scorer NAME``, in the user's interpreter."""
+
+    name: str
+    adapter: str
+    """Import string of a class, see mismatch/trainers/protocol.py; its modules import what
+    ``modules`` names, numpy and the standard library."""
+    modules: tuple[str, ...]
+    """What the user's environment must hold."""
+    require: str = ""
+    """``require(TrainSpec, ranks)``: refuses, before anything starts, what it cannot score."""
+
+
+@dataclass(frozen=True, slots=True)
 class Feature:
     """Everything that one feature adds. Import strings keep the start of a command fast."""
 
@@ -118,6 +132,8 @@ class Feature:
     commands: tuple[Command, ...] = ()
     analyses: tuple[Analysis, ...] = ()
     """What it adds to a report."""
+    scorers: tuple[Scorer, ...] = ()
+    """Trainers that it adds to ``--scorer``."""
     configuration: str = ""
     """Import string of a :class:`mismatch.cli.configuration.Configuration`: flags of a check."""
     check_flags: str = ""
@@ -182,6 +198,11 @@ def load(name: str) -> Any:
     """Return the object that an import string ``module:name`` names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def scorers() -> dict[str, Scorer]:
+    """Return the trainers of all features, by their names for ``--scorer``."""
+    return {scorer.name: scorer for feature in features() for scorer in feature.scorers}
 
 
 def find_command(name: str) -> Command | None:

@@ -420,11 +420,13 @@ class TrainSpec:
     model: str = ""
     revision: str | None = None
     scorer: Annotated[
-        str, Flag(TRAIN, "Whose code scores: fsdp (ours), verl, trl, module:Class, or file.")
+        str,
+        Flag(TRAIN, "Whose code scores: fsdp, verl, trl, megatron, module:Class, or file."),
     ] = OWN_SCORER
     python: str | None = None
     scorer_config: Annotated[
-        str | None, Flag(TRAIN, "For --scorer: your verl YAML, GRPOConfig fields, or logprobs.")
+        str | None,
+        Flag(TRAIN, "For --scorer: your framework's file, logprobs, or tp=2,ep=2."),
     ] = None
     scorer_overrides: tuple[str, ...] = ()
     accelerate_config: Annotated[

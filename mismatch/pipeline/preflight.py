@@ -26,6 +26,7 @@ from mismatch.models.config import find_config, first_layers, read_config
 from mismatch.models.derived import is_mxfp4
 from mismatch.models.derived import require_form as require_derived
 from mismatch.models.moe import require_forms, require_routes
+from mismatch.plugins import load, scorers
 from mismatch.processes.adapter import no_float32
 from mismatch.processes.exchange import require_file
 from mismatch.processes.launch import own_python
@@ -305,6 +306,12 @@ def preflight_training(
             f"{nproc_per_node} ranks of --nproc-per-node",
             "set one of them so that it does",
         )
+    if added := scorers().get(spec.scorer):
+        python = spec.python or sys.executable
+        require_modules(python, "--python train=", added.modules, "the trainer")
+        ranks = nproc_per_node if meets else int(os.environ.get("WORLD_SIZE", nproc_per_node))
+        if added.require:
+            load(added.require)(spec, ranks)
     if meets:
         require_free_port(os.environ)
     if reach:

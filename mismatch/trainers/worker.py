@@ -97,13 +97,22 @@ def place_of(name: str) -> tuple[str, str]:
     Raises:
         MismatchError: no trainer has this name.
     """
-    module_name, colon, attribute = BUILT_IN.get(name, name).partition(":")
-    if not (colon and module_name and attribute):
-        raise MismatchError(
-            f"--scorer {name}: no such trainer",
-            f"{did_you_mean(name, BUILT_IN)}one of {', '.join(BUILT_IN)}, or your own as "
-            "package.module:Class",
-        )
+    given = BUILT_IN.get(name, name)
+    if ":" not in given:
+        from mismatch.plugins import scorers
+
+        of_features = scorers()
+        if name not in of_features:
+            known = (*BUILT_IN, *of_features)
+            raise MismatchError(
+                f"--scorer {name}: no such trainer",
+                f"{did_you_mean(name, known)}one of {', '.join(known)}, or your own as "
+                "package.module:Class",
+            )
+        given = of_features[name].adapter
+    module_name, _, attribute = given.partition(":")
+    if not (module_name and attribute):
+        raise MismatchError(f"--scorer {name}: no such trainer", "write package.module:Class")
     return module_name, attribute
 
 
@@ -246,7 +255,8 @@ def save(path: Path, tokens: Tokens, parts: list[Scored], trainer: Trainer, seco
 
 def versions() -> dict[str, str]:
     """Return the versions of what can change a number and is loaded here."""
-    names = ("torch", "transformers", "verl", "trl", "accelerate", "flash_attn", "numpy")
+    names = ["torch", "transformers", "verl", "trl", "accelerate", "flash_attn", "numpy"]
+    names += ["megatron.core", "transformer_engine"]
     loaded = {name: sys.modules[name] for name in names if name in sys.modules}
     found = {name: str(getattr(module, "__version__", "")) for name, module in loaded.items()}
     return {"python": platform.python_version(), **{k: v for k, v in found.items() if v}}

@@ -29,6 +29,7 @@ CODE = {
     *(("train", "attention"), ("train", "experts")),
 }
 OFF = ("false", "none", "disabled")  # how a switch is off
+MEGATRON = "megatron"  # the scorer that reads Megatron's settings of any framework's file
 # vLLM's CPU build needs other settings, or refuses these.
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # a variable of its environment
 NOT_ON_A_CPU = ("max_num_batched_tokens", "enable_prefix_caching", BATCH_INVARIANT)
@@ -207,9 +208,11 @@ class FollowedFile(Followed):
 
         Where the framework's own code scores, nothing of the trainer is imitated.
         """
-        keys, own_code = table(f"{self.framework}_keys"), self.spec.train.scorer == self.framework
-        followed_there = tuple(keys.get("own", ())) if own_code else ()
-        self.not_reproduced += keys.get("always", ())
+        keys, scorer = table(f"{self.framework}_keys"), self.spec.train.scorer
+        own_code, on_megatron = scorer in (self.framework, MEGATRON), scorer == MEGATRON
+        followed_there = tuple(keys.get(MEGATRON if on_megatron else "own", ()) if own_code else ())
+        if keys.get("runs") != scorer:
+            self.not_reproduced += keys.get("always", ())
         for gap in keys["gap"]:
             key = gap["key"]
             self.seen.add(key)
@@ -222,7 +225,8 @@ class FollowedFile(Followed):
             if "usual" in gap:
                 matters = value not in (None, *gap["usual"])
             unless = gap.get("unless", "")
-            if unless in self.explicit or getattr(self.spec, unless, None):
+            set_here = unless in self.explicit or getattr(self.spec, unless, None)
+            if set_here or gap.get("runs") == scorer:
                 continue
             if matters and not key.startswith(followed_there):
                 self.not_reproduced.append(f"{key} = {value!s:.60}: {gap['what']}")
@@ -257,6 +261,7 @@ class FollowedFile(Followed):
             self.tell_gaps()
         title = (table(preset) if preset else keys)["title"]
         whose = f"{title.split()[0]}'s own code" if own_code else title
+        whose = "Megatron-Core" if on_megatron else whose
         title = f"{whose}, as {self.source.origin} sets it"
         self.spec = replace(self.spec, preset=title)
 

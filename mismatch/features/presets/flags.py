@@ -12,7 +12,7 @@ from mismatch.cli.configuration import Configuration, Configured
 from mismatch.cli.flags import Flags, Option, switch
 from mismatch.errors import MismatchError
 from mismatch.features.presets import other, trl, verl
-from mismatch.features.presets.apply import Followed
+from mismatch.features.presets.apply import MEGATRON, Followed
 from mismatch.features.presets.config_file import ConfigFile
 from mismatch.features.presets.rules import NAMES
 from mismatch.specs import TRAIN, CheckSpec, Sampling
@@ -89,7 +89,7 @@ def apply(spec: CheckSpec, flags: Flags) -> Configured:
     follow = FOLLOW.get(name) or partial(other.follow_other, name)
     followed = follow(source, spec, flags.explicit)
     spec = followed.spec
-    if spec.train.scorer == name and spec.train.scorer_config is None:
+    if spec.train.scorer in (name, MEGATRON) and spec.train.scorer_config is None:
         # The framework's code reads the same file.
         overrides = tuple(flags.get("framework_override") or ())
         train = replace(spec.train, scorer_config=source.origin, scorer_overrides=overrides)
