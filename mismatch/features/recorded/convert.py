@@ -113,7 +113,7 @@ def _ask(python: str, request: dict[str, Any]) -> dict[str, Any]:
         atexit.register(child.kill)
     assert child.stdin is not None
     assert child.stdout is not None
-    _CHILDREN.pop(python)  # until it has answered: the next one must not hear what this one asked
+    _CHILDREN.pop(python)  # until it answers: a later request must not get its answer
     try:
         with suppress(BrokenPipeError):  # what it wrote says why
             child.stdin.write(json.dumps(request) + "\n")
@@ -280,7 +280,7 @@ def spans(row: dict[str, Any], rank: int, size: int) -> list[tuple[int, int]]:
 def fits(row: dict[str, Any], parts: dict[int, Any], size: int) -> bool:
     """Return whether the slices that are there have the lengths of the zigzag layout.
 
-    A few tokens may have the lengths of both layouts; they are read in this one, today's.
+    A few tokens may have the lengths of both layouts: they are read as zigzag, which is today's.
     """
     return all(
         part is None or len(part) == sum(end - first for first, end in spans(row, rank, size))
