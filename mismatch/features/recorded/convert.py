@@ -113,7 +113,7 @@ def _ask(python: str, request: dict[str, Any]) -> dict[str, Any]:
         atexit.register(child.kill)
     assert child.stdin is not None
     assert child.stdout is not None
-    _CHILDREN.pop(python)  # until it has answered: else the next question got this answer
+    _CHILDREN.pop(python)  # until it answers: a later request must not get its answer
     try:
         with suppress(BrokenPipeError):  # what it wrote says why
             child.stdin.write(json.dumps(request) + "\n")
