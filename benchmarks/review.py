@@ -36,14 +36,19 @@ from mismatch.run.store import load_rollout  # noqa: E402
 
 STATE = ROOT / "docs" / "evidence" / "review.json"
 SMALL = ("--num-prompts", "16")
-MANY = ("--num-prompts", "64", "--context-length", "0")  # what a sampler does shows in many tokens
-REASONS: dict[str, str] = {}
+MANY = ("--num-prompts", "64")  # what a sampler does shows in many tokens
+WITHOUT = ("--no-locate", "--no-explain")
+QUICK = ("--quick", "--no-noise-floor", "--context-length", "0")  # no float32: at best inconclusive
+REASONS = {
+    "t-0.95": "chance alone moves the mean of 15,000 tokens as far (2 standard errors); the check "
+    "says from which temperature on it would see a sampler",
+}
 HEAD = """# Faults that a reader planted
 
 {n} faults of the kinds that passed once: of rounding, of decoding, of rare inputs, of the sampler,
 and of functions that differ little. Each is one `mismatch check` of tiny-gpt-oss (vLLM, CPU; 16
-prompts × 4 samples, of the sampler 64 × 4). Made by `benchmarks/review.py`, {date}; its JSON has
-the commands.
+prompts × 4 samples; of the sampler 64 × 4, as of what decodes with `--quick`). Made by
+`benchmarks/review.py`, {date}; its JSON has the commands.
 
 {passed} of {done} end with exit code 0. {sides} of {blamed} with a side blame the right one, or
 either side.
@@ -67,7 +72,8 @@ class Fault:
         flags: of the check.
         env: of its processes.
         tokens: how many sequences the token is in that PLANTED_IDS names; 0: none is named.
-        many: whether the check has 64 prompts.
+        size: flags that say how large the check is.
+        locate: whether modules are compared: it decides of what only rounds.
     """
 
     what: str
@@ -76,13 +82,14 @@ class Fault:
     flags: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     tokens: int = 0
-    many: bool = False
+    size: tuple[str, ...] = SMALL
+    locate: bool = False
 
 
 def decoded(rows: int, steps: int, nats: str) -> Fault:
     words = f"{steps} decoded tokens of each of {rows} prompts off by {nats} nats"
     env = (("DECODED", f"{rows}:{steps}:{nats}"),)
-    return Fault(words, "engine", "decoded-rows:8", env=env)
+    return Fault(words, "engine", "decoded-rows:8", env=env, size=(*SMALL, *QUICK))
 
 
 def own(name: str, words: str) -> Fault:
@@ -94,12 +101,12 @@ def of_trainer(plant: str, words: str, **rest: Any) -> Fault:
 
 
 def sampler(plant: str, words: str) -> Fault:
-    return Fault(words, "engine", plant, many=True)
+    return Fault(words, "engine", plant, size=(*MANY, *QUICK))
 
 
 FAULTS = {
-    "final-norm": of_trainer("final-norm-rounds", "final norm without its upcast"),
-    "all-norms": of_trainer("norms-round", "all norms without their upcast"),
+    "final-norm": of_trainer("final-norm-rounds", "final norm without its upcast", locate=True),
+    "all-norms": of_trainer("norms-round", "all norms without their upcast", locate=True),
     "rare-row-1": of_trainer("rare-rows-1.3", "embedding of a token in 1 sequence × 1.3", tokens=1),
     "rare-row-4": of_trainer(
         "rare-rows-1.3", "embedding of a token in 4 sequences × 1.3", tokens=4
@@ -128,14 +135,15 @@ FAULTS = {
     "decoded-9": decoded(9, 10, "0.3"),
     "decoded-small": decoded(5, 60, "0.03"),
     "head-off": Fault(
-        "a head gives nothing at each 32nd decoded position", "engine", "head-off:32"
+        "a head gives nothing at each 32nd decoded position", "engine", "head-off:32",
+        size=(*SMALL, *QUICK),
     ),
     "weights": Fault(
         "weights of a layer change in the engine's memory", "engine", "layer-noise:0.003"
     ),
     "two-faults": Fault(
         "one value of a norm off by a bit, and sinks left out", "trainer",
-        flags=("--attention", "no-sinks", "--train-model", "OTHER"),
+        flags=("--attention", "no-sinks", "--train-model", "OTHER"), locate=True,
     ),
 }  # fmt: skip
 
@@ -186,11 +194,11 @@ def run(name: str, home: Path) -> Row:
     target, log = home / name, home / f"{name}.log"
     fault = FAULTS.get(name, Fault("nothing", ""))
     flags = [str(other_model(home)) if flag == "OTHER" else flag for flag in fault.flags]
-    size = MANY if fault.many else SMALL
-    command = ["check", "--model", "tiny-gpt-oss", *size, *flags, "--out", str(target)]
+    flags += [*fault.size, *(() if fault.locate else WITHOUT)]
+    command = ["check", "--model", "tiny-gpt-oss", *flags, "--out", str(target)]
     resumed = fault.side == "trainer" and bool(fault.plant)
     if resumed:
-        command = ["check", "--resume", str(target), "--trust-run"]
+        command = ["check", "--resume", str(target), "--trust-run", *flags[len(SMALL) :]]
     if not log.is_file() or "\nexit code " not in log.read_text():
         shutil.rmtree(target, ignore_errors=True)
         paths, env = [str(ROOT)], os.environ | {"OMP_NUM_THREADS": "1"} | dict(fault.env)

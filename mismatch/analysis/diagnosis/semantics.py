@@ -263,7 +263,8 @@ def sampling_law(
         return Check("sampling-law", "warning", f"{detail}, by the trainer alone", fix)
     if max(of_allowed, of_chance) >= POSSIBLE:
         return Check("sampling-law", "inconclusive", detail, MORE_PROMPTS)
-    return Check("sampling-law", "passed", detail)
+    seen = f"a sampler at {look.number(law.LEAST_SEEN):.2f} of the temperature would be seen"
+    return Check("sampling-law", "passed", f"{detail}; {seen}")
 
 
 def importance_ratio(

@@ -37,6 +37,7 @@ OF_ROUNDING = 3.0  # times mean |delta|, by which it may move mean log p + entro
 UNSEEN = 36.0
 SURPLUS = "mean log p + entropy of the trainer's distribution, nats"
 ALLOWED = "the same over what chance and rounding allow"
+LEAST_SEEN = "temperature of a sampler, over that of the run, from which on this would be seen"
 ALLOWED_FLOAT32 = f"{ALLOWED}, in float32"
 ENDS = "end tokens that were drawn, less the sum of their probabilities"
 ENDS_ALLOWED = "end tokens too many or too few, over what chance and rounding allow"
@@ -369,15 +370,21 @@ def sampling_law(case: Case) -> Look | NotTested:
     surplus = case.mean(case.right + entropy)
     size = float(np.abs(case.delta[case.kept]).mean())
 
-    def of_allowed(estimate: Estimate) -> float:
+    def allowed(estimate: Estimate) -> float:
         ends = (estimate.low, estimate.high)
         half = max(0.0 if end is None else abs(end - estimate.value) for end in ends)
         unseen = UNSEEN / float(case.kept.sum())
-        return abs(estimate.value) / max(BEYOND_CHANCE * half, OF_ROUNDING * size, unseen)
+        return max(BEYOND_CHANCE * half, OF_ROUNDING * size, unseen)
 
+    def of_allowed(estimate: Estimate) -> float:
+        return abs(estimate.value) / allowed(estimate)
+
+    # A sampler at T moves the mean by (1/T - 1) x the variance of log p: no test sees it earlier.
+    variance = float(((case.right + entropy)[case.kept] ** 2).mean())
     evidence: tuple[Evidence, ...] = (
         Evidence(SURPLUS, surplus.value, "0"),
         Evidence(ALLOWED, of_allowed(surplus), "below 1"),
+        Evidence(LEAST_SEEN, 1 / (1 + allowed(surplus) / max(variance, 1e-12)), "near 1"),
     )
     beyond = of_allowed(surplus) >= 1.0
     looks = [look for find in COUNTED for look in [find(case)] if look is not None]
@@ -415,9 +422,10 @@ def _off(case: Case, total: float, chance: float, mass: float) -> float:
 
 
 def _drawn_as_asked(case: Case) -> bool:
-    """Whether nothing was cut or penalised on purpose."""
-    sampling = case.rollout.sampling
-    return sampling.temperature != 0 and not (sampling.truncates or sampling.penalises)
+    """Whether nothing was cut or penalised on purpose, and no rows were chosen or doubled since."""
+    sampling, recorded = case.rollout.sampling, case.engine.fingerprint.get("engine") == "recorded"
+    as_asked = sampling.temperature != 0 and not (sampling.truncates or sampling.penalises)
+    return as_asked and not recorded
 
 
 def _of_mass(case: Case, drawn: Bools, mass_of: str, what: str, allowed: str) -> Look | None:
