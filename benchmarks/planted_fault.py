@@ -237,8 +237,8 @@ def decoded_rows(model: Any, strength: float) -> None:
     given: Any = Sampler.gather_logprobs
     seen = {"steps": 0}
 
-    def gather_logprobs(self: Any, logprobs: Any, *rest: Any, **named: Any) -> Any:
-        out = given(self, logprobs, *rest, **named)
+    def gather_logprobs(logprobs: Any, *rest: Any, **named: Any) -> Any:
+        out = given(logprobs, *rest, **named)
         if len(out.logprobs) >= 4 * rows:  # of a batch that decodes
             seen["steps"] += 1
             if strength <= seen["steps"] < strength + steps:
@@ -246,7 +246,7 @@ def decoded_rows(model: Any, strength: float) -> None:
         return out
 
     planted: Any = Sampler
-    planted.gather_logprobs = gather_logprobs
+    planted.gather_logprobs = staticmethod(gather_logprobs)
 
 
 def head_off(model: Any, strength: float) -> None:

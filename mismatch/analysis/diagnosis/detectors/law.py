@@ -436,8 +436,9 @@ def _of_mass(case: Case, drawn: Bools, mass_of: str, what: str, allowed: str) ->
         if mass is None or not _drawn_as_asked(case):
             continue
         off = np.where(case.kept, drawn - mass, 0.0)
-        by_prompt = float((case.by_prompt(off) ** 2).sum())
-        chance = max(float((mass * (1 - mass))[case.kept].sum()), by_prompt)
+        by_prompt = case.by_prompt(off)
+        spread = float(((by_prompt - by_prompt.mean()) ** 2).sum())  # what all share is no chance
+        chance = max(float((mass * (1 - mass))[case.kept].sum()), spread)
         total = float(off.sum())
         found.append((_off(case, total, chance, float(mass[case.kept].sum())), total))
     return _nearest(found, what, allowed)
