@@ -47,8 +47,8 @@ HEAD = """# Faults that a reader planted
 
 {n} faults of the kinds that passed once: of rounding, of decoding, of rare inputs, of the sampler,
 and of functions that differ little. Each is one `mismatch check` of tiny-gpt-oss (vLLM, CPU; 16
-prompts × 4 samples; of the sampler 64 × 4, as of what decodes with `--quick`). Made by
-`benchmarks/review.py`, {date}; its JSON has the commands.
+prompts × 4 samples; of the sampler 64 × 4, as of what decodes with `--quick`, whose exit code is 1
+from UNFIT on). Made by `benchmarks/review.py`, {date}; its JSON has the commands.
 
 {passed} of {done} end with exit code 0. {sides} of {blamed} with a side blame the right one, or
 either side.
