@@ -53,7 +53,8 @@ HEAD = """# Families of models
 Tiny models, trained for 75 seconds, checked in bf16 at default size (vLLM, CPU). Then half
 of an MLP's channels were multiplied by 1.05 in one side. Numbers:
 mean \\|delta\\| in 0.001 nats (tokens with another expert in some layer). Made by
-`benchmarks/families.py`, {date}; its JSON has the rest.
+`benchmarks/families.py`, 2026-11-27 to {date}; its JSON has the rest. Clean on the last day:
+{last}.
 
 | clean run; faults | families |
 | --- | --- |"""
@@ -170,7 +171,8 @@ def entry(row: Row) -> str:
 
 def page(rows: list[Row], made: str) -> str:
     """Write the families by outcome, and why some did not run or are not healthy."""
-    lines = [HEAD.format(date=made)]
+    last = [f"`{row.family}`" for row in rows if row.checks[CLEAN].made == made]
+    lines = [HEAD.format(date=made, last=", ".join(last) or "none")]
     for kind in dict.fromkeys(map(outcome, rows)):
         lines.append(f"| {kind} | {', '.join(entry(r) for r in rows if outcome(r) == kind)} |")
     return "\n".join([*lines, "", *filter(None, map(note, rows)), END])
