@@ -146,32 +146,127 @@ def cache_collision(model: Any, strength: float) -> None:
 
 def sampler_temperature(model: Any, strength: float) -> None:
     """Draw tokens at another temperature than the one that log-probabilities are reported at."""
-    from vllm.v1.sample.sampler import Sampler
-
-    given: Any = Sampler.sample
-
-    def sample(self: Any, logits: Any, *rest: Any, **named: Any) -> Any:
-        return given(self, logits / strength, *rest, **named)
-
-    planted: Any = Sampler
-    planted.sample = sample
+    _drawn(lambda logits, metadata: logits.div_(strength))
 
 
 def late_end(model: Any, strength: float) -> None:
     """Lower the logits of end tokens by the strength, nats, where tokens are drawn alone."""
-    from vllm.v1.sample.sampler import Sampler
-
-    given: Any = Sampler.sample
     ends = model.config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
 
-    def sample(self: Any, logits: Any, *rest: Any, **named: Any) -> Any:
-        lower = logits.clone()
-        lower[:, ends] -= strength
-        return given(self, lower, *rest, **named)
+    def lower(logits: Any, metadata: Any) -> None:
+        logits[:, ends] -= strength
+
+    _drawn(lower)
+
+
+def _drawn(change: Any) -> None:
+    """Change the logits that tokens are drawn with, and not those that are reported."""
+    from vllm.v1.sample.sampler import Sampler
+
+    given: Any = Sampler.sample
+
+    def sample(self: Any, logits: Any, metadata: Any, *rest: Any, **named: Any) -> Any:
+        logits = logits.clone()
+        change(logits, metadata)
+        return given(self, logits, metadata, *rest, **named)
 
     planted: Any = Sampler
     planted.sample = sample
+
+
+def sampler_top_k(model: Any, strength: float) -> None:
+    """Draw among the likeliest tokens alone, as many as the strength."""
+
+    def cut(logits: Any, metadata: Any) -> None:
+        least = logits.topk(int(strength)).values[:, -1:]
+        logits.masked_fill_(logits < least, -float("inf"))
+
+    _drawn(cut)
+
+
+def sampler_top_p(model: Any, strength: float) -> None:
+    """Draw among the likeliest tokens of this mass alone."""
+
+    def cut(logits: Any, metadata: Any) -> None:
+        ordered, places = logits.softmax(-1).sort(descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= strength
+        logits.masked_fill_(beyond.scatter(1, places, beyond), -float("inf"))
+
+    _drawn(cut)
+
+
+def _penalised(penalty: float) -> None:
+    """Give every request vLLM's own repetition penalty, whatever was asked for."""
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    given: Any = InputBatch.add_request
+
+    def add_request(self: Any, request: Any) -> Any:
+        request.sampling_params.repetition_penalty = penalty
+        return given(self, request)
+
+    planted: Any = InputBatch
+    planted.add_request = add_request
+
+
+def repetition_penalty(model: Any, strength: float) -> None:
+    """Draw under a repetition penalty that nobody declared."""
+    _penalised(strength)
+
+
+def forced_prefix(model: Any, strength: float) -> None:
+    """Begin every response with the likeliest tokens of the first, as many as the strength."""
+    _penalised(1.0000001)  # else a sampler does not hear what was drawn
+    chosen: dict[int, int] = {}
+
+    def force(logits: Any, metadata: Any) -> None:
+        for row, held in enumerate(metadata.output_token_ids):
+            if len(held) < strength:
+                token = chosen.setdefault(len(held), int(logits[row].argmax()))
+                logits[row, :token] = logits[row, token + 1 :] = -float("inf")
+
+    _drawn(force)
+
+
+def decoded_rows(model: Any, strength: float) -> None:
+    """Report other log-probabilities while decoding: DECODED="ROWS:STEPS:NATS" of each 4 rows."""
+    from vllm.v1.sample.sampler import Sampler
+
+    rows, steps, nats = (float(part) for part in os.environ["DECODED"].split(":"))
+    given: Any = Sampler.gather_logprobs
+    seen = {"steps": 0}
+
+    def gather_logprobs(logprobs: Any, *rest: Any, **named: Any) -> Any:
+        out = given(logprobs, *rest, **named)
+        if len(out.logprobs) >= 4 * rows:  # of a batch that decodes
+            seen["steps"] += 1
+            if strength <= seen["steps"] < strength + steps:
+                out.logprobs[: 4 * int(rows) : 4] -= nats
+        return out
+
+    planted: Any = Sampler
+    planted.gather_logprobs = staticmethod(gather_logprobs)
+
+
+def head_off(model: Any, strength: float) -> None:
+    """Let a head of layer 1 give nothing where a decoded position is a multiple of the strength."""
+    held: dict[str, Any] = {}
+
+    def before(module: Any, args: Any, kwargs: Any) -> None:
+        held["places"] = kwargs.get("positions", args[-1] if args else None)
+
+    def among(module: Any, args: Any) -> Any:
+        at, (values, *rest) = held["places"], args
+        prefill = len(at) > 1 and bool(((at[1:] - at[:-1]) == 1).float().mean() > 0.5)
+        off = (at % int(strength) == 0) & (not prefill)
+        values[off, :32] = 0
+        return values, *rest
+
+    for name, module in model.named_modules():
+        if name.endswith((f"layers.{LAYER}.self_attn", f"layers.{LAYER}.attn")):
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.o_proj.register_forward_pre_hook(among)
 
 
 def no_sinks(model: Any, strength: float) -> None:
@@ -241,6 +336,12 @@ FAULTS = {
     "cache-collision": cache_collision,
     "sampler-temperature": sampler_temperature,
     "late-end": late_end,
+    "sampler-top-k": sampler_top_k,
+    "sampler-top-p": sampler_top_p,
+    "repetition-penalty": repetition_penalty,
+    "forced-prefix": forced_prefix,
+    "decoded-rows": decoded_rows,
+    "head-off": head_off,
     "norm-behind-rope": norm_behind_rope,
     "exact-gelu": exact_gelu,
     "no-shared-gate": no_shared_gate,

@@ -322,7 +322,101 @@ def dropping(model: Any) -> None:
             module.register_forward_hook(after)
 
 
-OF_A_RANK = {"dropout-on-rank-1": dropping}
+def at_tokens(model: Any, chosen: Callable[[Any, Any], Any], end: str, factor: float) -> None:
+    """Multiply what a module gives at tokens that ``chosen(ids, positions)`` names, [B, T]."""
+    held: dict[str, Any] = {}
+
+    def before(_: Any, args: Any, kwargs: Any) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        places = kwargs.get("position_ids")
+        at = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        held["rows"] = chosen(ids, at if places is None else places)
+
+    def after(_: Any, __: Any, out: Any) -> Any:
+        return torch.where(held["rows"][..., None], (out * factor).to(out.dtype), out)
+
+    decoder = model.get_decoder()
+    decoder.register_forward_pre_hook(before, with_kwargs=True)
+    (module,) = [module for name, module in decoder.named_modules() if name == end]
+    module.register_forward_hook(after)
+
+
+def chosen_rows(ids: Any, _: Any) -> Any:
+    """Tokens that PLANTED_IDS names, separated by commas."""
+    named = [int(each) for each in os.environ["PLANTED_IDS"].split(",")]
+    return torch.isin(ids, torch.tensor(named))
+
+
+def of_head(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
+    """Change the logits that the head gives."""
+
+    def plant(model: Any) -> None:
+        model.lm_head.register_forward_hook(lambda _, __, out: change(out))
+
+    return plant
+
+
+def late(model: Any) -> None:
+    """Begin one late with the positions from 80 on, where responses are."""
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+
+    def behind(x: Any, position_ids: Any, *rest: Any, **more: Any) -> Any:
+        return forward(x, position_ids + (position_ids >= 80), *rest, **more)
+
+    rotary.forward = behind
+
+
+def least_capacity(model: Any) -> None:
+    """Drop the tokens of an expert beyond twice its even part of a batch."""
+
+    def before(module: Any, args: Any) -> Any:
+        hidden, ids, weights = args
+        bound = 2 * ids.numel() // module.num_experts
+        chosen = torch.nn.functional.one_hot(ids, module.num_experts).flatten(0, 1)
+        rank = (chosen.cumsum(0) * chosen).sum(-1).view_as(ids)
+        return hidden, ids, torch.where(rank > bound, 0.0, weights).to(weights.dtype)
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.experts"):
+            module.register_forward_pre_hook(before)
+
+
+def another_constant(model: Any) -> None:
+    """Take 1.7 for 1.702 in gpt-oss' SwiGLU."""
+    for name, module in model.named_modules():
+        if name.endswith("mlp.experts"):
+            module.alpha = 1.7
+
+
+def shard_behind(model: Any) -> None:
+    """Leave one rank's part of a layer a step behind."""
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in model.named_parameters():
+        local = _local(tensor.data)
+        if os.environ.get("RANK") == "1" and f".{LAYER.split('.')[2]}." in name and local.ndim > 1:
+            noise = torch.randn(local.shape, generator=generator)
+            local.copy_(local.float() * (1 + 3e-3 * noise))
+
+
+# Of the trainer alone, in every precision but for what rounds (benchmarks/review.py).
+OF_A_TRAINER: dict[str, Callable[[Any], None]] = {
+    "dropout-on-rank-1": dropping,
+    "rare-rows-1.3": lambda model: at_tokens(model, chosen_rows, "embed_tokens", 1.3),
+    "every-12th-from-200": lambda model: at_tokens(
+        model, lambda _, at: (at >= 200) & (at % 12 == 0), "norm", 0.6
+    ),
+    "every-16th-from-200": lambda model: at_tokens(
+        model, lambda _, at: (at >= 200) & (at % 16 == 0), "norm", 0.2
+    ),
+    "positions-one-late": late,
+    "64-padded-rows": of_head(lambda out: torch.cat([out, out.new_zeros(*out.shape[:-1], 64)], -1)),
+    "logits-over-0.99": of_head(lambda out: out / 0.99),
+    "logits-in-another-unit": of_head(lambda out: (out * 1.1).bfloat16().to(out.dtype) / 1.1),
+    "capacity-2": least_capacity,
+    "swiglu-1.7": another_constant,
+    "shard-a-step-behind": shard_behind,
+}
 ENGINES_KERNEL = ("softmax-rounds",)  # inside one kernel of vLLM, out of reach
 # Fault -> modules of ``locate`` that it is in.
 ROUNDED = {
@@ -411,8 +505,8 @@ def in_engine(model: Any, name: str) -> None:
 
 def in_trainer(model: Any, name: str) -> None:
     """Plant a fault in transformers' model, which FSDP2 has sharded for one rank."""
-    if name in ROUNDINGS or name in OF_A_RANK:
-        return (ROUNDINGS | OF_A_RANK)[name](model)
+    if name in ROUNDINGS or name in OF_A_TRAINER:
+        return (ROUNDINGS | OF_A_TRAINER)[name](model)
     if name.startswith("half-"):
         return louder(model, name)
     fault, share = shared_out(name)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from mismatch.models import resolve_model
 from mismatch.trainers.protocol import Facts, Scored, Tokens, TrainerJob, Variant
 
 Bug = Literal[
@@ -27,6 +28,9 @@ Bug = Literal[
     "one late",
     "one early",
     "one token of context",
+    "labels shifted twice",
+    "another tokenisation",
+    "experts not copied",
 ]
 MODEL = "PLAIN_TRAINER_MODEL"  # environment variable: the checkpoint of the functions
 ROWS = 8  # per forward pass
@@ -50,6 +54,8 @@ def score_rows(
     bug: Bug = "",
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return log-probabilities and entropies [a] of each row's action tokens, in one pass."""
+    if bug == "another tokenisation":
+        rows = [tokenised_again(row, sampled) for row, sampled in zip(rows, masks, strict=True)]
     longest = max(map(len, rows))
     ids = torch.full((len(rows), longest), PAD)
     real = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -68,7 +74,10 @@ def score_rows(
         logits = logits / temperature
     everything = logits.log_softmax(-1)
     entropy = -(everything.exp() * everything).sum(-1).float()
-    given = everything.gather(-1, ids[:, 1:, None])[..., 0].float()  # of ids[:, 1:]
+    labels = ids[:, 1:]
+    if bug == "labels shifted twice":  # by the collator, and by the loss
+        labels = torch.cat([ids[:, 2:], ids[:, -1:]], dim=1)
+    given = everything.gather(-1, labels[..., None])[..., 0].float()
     if bug in ("one late", "one early"):
         given = given.roll(1 if bug == "one late" else -1, dims=1)
     scored = []
@@ -79,6 +88,32 @@ def score_rows(
             values[0] = given[line, at[0] - 1]
         scored.append((values, entropy[line, at].numpy()))
     return scored
+
+
+def tokenised_again(row: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    """Return ids of the same text in smaller tokens from the response on, as many as there were."""
+    texts = [tokenizer().decode([int(token)]) for token in row[sampled]]
+    ids = [n for text in texts for part in (text[:1], text[1:])
+           for n in tokenizer().encode(part, add_special_tokens=False)]  # fmt: skip
+    changed = row.copy()
+    changed[sampled] = np.resize(ids, int(sampled.sum()))
+    return changed
+
+
+@cache
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(resolve_model("tiny-gpt-oss"))
+
+
+def lost_experts(model: Any) -> None:
+    """Leave the experts as they are made."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
+            parameter.data = parameter.data.to(next(model.parameters()).dtype)
 
 
 def score_all(
@@ -103,6 +138,8 @@ class Plain:
         self.job = job
         self.dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16
         self.model = load(job.model, self.dtype)
+        if self.bug == "experts not copied":
+            lost_experts(self.model)
 
     def score(self, tokens: Tokens, variant: Variant) -> Scored:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -153,9 +190,21 @@ class OneToken(Plain):
     bug = "one token of context"
 
 
+class ShiftedTwice(Plain):
+    bug = "labels shifted twice"
+
+
+class Tokenised(Plain):
+    bug = "another tokenisation"
+
+
+class LostExperts(Plain):
+    bug = "experts not copied"
+
+
 CLASSES = (
     *(Plain, NoTemperature, OtherSide, NoMask, SixteenBits, FirstEarly, OneLate, OneEarly),
-    OneToken,
+    *(OneToken, ShiftedTwice, Tokenised, LostExperts),
 )
 
 
@@ -186,6 +235,8 @@ first_early = partial(_function, bug="first token early")
 one_late = partial(_function, bug="one late")
 one_early = partial(_function, bug="one early")
 one_token = partial(_function, bug="one token of context")
+shifted_twice = partial(_function, bug="labels shifted twice")
+tokenised = partial(_function, bug="another tokenisation")
 
 NAMES: dict[str, dict[Bug, str]] = {  # of the classes and the functions above, as --scorer has them
     "class": {each.bug: each.__name__ for each in CLASSES},
@@ -199,5 +250,7 @@ NAMES: dict[str, dict[Bug, str]] = {  # of the classes and the functions above, 
         "one late": "one_late",
         "one early": "one_early",
         "one token of context": "one_token",
+        "labels shifted twice": "shifted_twice",
+        "another tokenisation": "tokenised",
     },
 }

@@ -37,6 +37,7 @@ BLOCK = 100  # tokens at least: of 47, clean trainers' rounding varies from 0.8 
 # Over the level of a gap. Experts of one token exchanged on purpose, in each of 24 nearest ties of
 # tiny-gpt-oss, moved the median token of a later block by 1.9e-5 nats at most (the level is 1e-5).
 FACTOR = 10.0
+RARE = 1 / 200  # tokens of a block that may be beyond that level
 # Times a plain forward. Clean trainers in bf16 (gpt-oss, qwen3, qwen3_moe, llama): 0.8 to 1.3.
 TIMES = (2.0, 2.5)
 ROUNDING = "long-sequence-trainer-rounding"  # the check of the trainer as it runs
@@ -102,7 +103,7 @@ def _gaps(
 
 def _rare(sizes: Floats) -> float:
     """Return the size that one token in 200 exceeds, and at least three do."""
-    beyond = max(3, math.ceil(len(sizes) / 200))
+    beyond = max(3, math.ceil(len(sizes) * RARE))
     return float(np.sort(sizes)[-beyond]) if beyond <= len(sizes) else 0.0
 
 

@@ -115,6 +115,40 @@ def select_rows(logps: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor | No
 
 
 @dataclass(frozen=True, slots=True)
+class Earlier:
+    """The distinct ids in front of each row: the first ``places[:, 1]`` of a row of ``ids``.
+
+    Attributes:
+        ids: [B, F] ids of each sequence in the order of their first appearance, filled with 0.
+        places: [n, 2] row of ``ids``, and how many of them came before.
+    """
+
+    ids: torch.Tensor
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, rollout: Rollout, targets: Ints, device: torch.device) -> Earlier:
+        """Of action tokens of a rollout, by their indices into T."""
+        sequences = np.asarray(rollout.sequence_of_token[targets])
+        rows, row_of = np.unique(sequences, return_inverse=True)
+        firsts = []
+        for a, b in zip(rollout.offsets[rows], rollout.offsets[rows + 1], strict=True):
+            firsts.append(np.sort(np.unique(rollout.token_ids[a:b], return_index=True)[1]) + a)
+        ids = np.zeros((len(rows), max(map(len, firsts), default=0)), np.int64)
+        places = np.zeros((len(targets), 2), np.int64)
+        for row, at in enumerate(firsts):
+            ids[row, : len(at)] = rollout.token_ids[at]
+            own = row_of == row
+            places[own, 0], places[own, 1] = row, np.searchsorted(at, targets[own])
+        return cls(torch.from_numpy(ids).to(device), torch.from_numpy(places).to(device))
+
+    def mass(self, logps: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the probability of these ids together, [n], from log-probabilities [n, V]."""
+        there = torch.arange(self.ids.shape[1], device=places.device) < places[:, 1:]
+        return (logps.gather(-1, self.ids[places[:, 0]]).exp() * there).sum(-1)
+
+
+@dataclass(frozen=True, slots=True)
 class Rounding:
     """Where a trainer rounds on its way from logits to logprobs; the default: nowhere."""
 
@@ -134,6 +168,7 @@ class TokenStats:
         distributions: of the captured rows, as from :func:`select_rows`.
         likeliest_ids, likeliest: [n, k] the k most likely ids (int32), and their logprobs.
         end_mass: probability that an end token comes; None where it was not asked for.
+        earlier_mass: likewise, of a token that stood before in the sequence.
     """
 
     logprobs: torch.Tensor
@@ -145,6 +180,7 @@ class TokenStats:
     likeliest_ids: torch.Tensor | None = None
     likeliest: torch.Tensor | None = None
     end_mass: torch.Tensor | None = None
+    earlier_mass: torch.Tensor | None = None
 
 
 Columns = tuple[Any, ...]  # the fields of TokenStats
@@ -161,6 +197,7 @@ def token_stats(
     captured: CapturedRows | None = None,
     likeliest: int = 0,
     ends: tuple[int, ...] = (),
+    earlier: Earlier | None = None,
 ) -> TokenStats:
     """Return logprobs and entropies of ``targets`` [n] as predicted from ``hidden`` [n, H].
 
@@ -172,6 +209,7 @@ def token_stats(
         captured: the rows whose full distributions are kept.
         likeliest: k, of the most likely ids that are kept of every row.
         ends: ids whose probabilities are summed in every row.
+        earlier: those of each row; None: they are not summed.
 
     With gradients on, each strip is recomputed in the backward pass instead of being kept.
     """
@@ -180,6 +218,7 @@ def token_stats(
     strip_rows = max(1, min(STRIP_BYTES // (4 * vocabulary), len(targets)))
     chunk_rows = chunk_bytes // (head(hidden[:0]).element_size() * vocabulary)
     slots = targets.new_full((len(targets),), -1) if captured is None else captured.slots
+    places = slots if earlier is None else earlier.places
     buffers = None  # autograd needs separate memory for every strip
     if not torch.is_grad_enabled():
         buffers = hidden.new_empty(2, strip_rows, vocabulary, dtype=torch.float32)
@@ -190,17 +229,17 @@ def token_stats(
         result: Columns = checkpoint(work, *columns, use_reentrant=False)
         return result
 
-    def chunk(states: torch.Tensor, ids: torch.Tensor, slot: torch.Tensor) -> Columns:
-        return _joined(
-            recomputed(strip, *part) for part in _cut(strip_rows, head(states), ids, slot)
-        )
+    def chunk(states: torch.Tensor, *rest: torch.Tensor) -> Columns:
+        return _joined(recomputed(strip, *part) for part in _cut(strip_rows, head(states), *rest))
 
-    def strip(raw: torch.Tensor, ids: torch.Tensor, slot: torch.Tensor) -> Columns:
+    def strip(
+        raw: torch.Tensor, ids: torch.Tensor, slot: torch.Tensor, place: torch.Tensor
+    ) -> Columns:
         # ``first`` holds logits, then divided logits, then probabilities.
         first, second = (None, None) if buffers is None else buffers[:, : len(raw)]
         logits = raw.float() if first is None else first.copy_(raw)
         top1 = logits.detach().max(-1).indices
-        untempered = mass = whole = top_ids = top = ending = None
+        untempered = mass = whole = top_ids = top = ending = before = None
         if temperature != 1.0:
             plain = torch.log_softmax(logits, -1, out=second)
             untempered = plain.gather(-1, ids[:, None])[:, 0]
@@ -221,13 +260,15 @@ def token_stats(
             top_ids, top = best.indices.int(), best.values
         if ends:
             ending = logps.detach()[:, ends].exp().sum(-1)
+        if earlier is not None:
+            before = earlier.mass(logps.detach(), place)
         terms = torch.exp(logps, out=first)
         entropy = -torch.mul(terms, logps, out=first).sum(-1)
         if rounding.logprobs is not None:
             picked, entropy = (x.to(rounding.logprobs).float() for x in (picked, entropy))
-        return picked, entropy, top1, untempered, mass, whole, top_ids, top, ending
+        return picked, entropy, top1, untempered, mass, whole, top_ids, top, ending, before
 
-    chunks = _cut(chunk_rows, hidden, targets, slots)
+    chunks = _cut(chunk_rows, hidden, targets, slots, places)
     return TokenStats(*_joined(recomputed(chunk, *part) for part in chunks))
 
 

@@ -92,10 +92,9 @@ def score_pass(
     spec = job.spec
     options, routing_note = prepare_pass(world, loaded, rollout, spec, source)
     capture = DistributionCapture.of(engine_distributions, rollout)
-    ends: tuple[int, ...] = ()
-    if job.name in (TRAIN, REFERENCE):
-        ends = tuple(rollout.fingerprint.get("stop_token_ids") or ())
-    options = replace(options, capture=capture, likeliest=likeliest, ends=ends)
+    counting = job.name in (TRAIN, REFERENCE)
+    ends = tuple(rollout.fingerprint.get("stop_token_ids") or ()) if counting else ()
+    options = replace(options, capture=capture, likeliest=likeliest, ends=ends, counting=counting)
     with MemoryPeak(world.device, True) as peak, torch.set_grad_enabled(spec.grad):
         parts = run_batches(world, loaded, rollout, job, options, source)
     gathered, peaks = world.gather(parts), world.gather(peak.bytes)
@@ -230,8 +229,8 @@ def _assemble(
     if recorded := [part.keys for part in parts if part.keys]:
         joined = {key: np.concatenate([each[key] for each in recorded]) for key in recorded[0]}
         keys = SparseKeys.of(rollout, [layer.index for layer in loaded.scorer.sparse], joined)
-    extra = {"untempered": "logprobs_untempered", "kept_mass": "kept_mass", "end_mass": "end_mass"}
-    extra[RANK] = RANK
+    extra = {name: name for name in ("kept_mass", "end_mass", "earlier_mass", RANK)}
+    extra["untempered"] = "logprobs_untempered"
     kept = "likeliest" in stats
     return Scoring(
         name=name,

@@ -21,6 +21,7 @@ from mismatch.specs import TORCH_NAMES, Sampling
 from mismatch.training.logprobs import (
     CapturedRows,
     DistributionCapture,
+    Earlier,
     Rounding,
     TokenStats,
     token_stats,
@@ -44,6 +45,8 @@ class ForwardOptions:
         capture: the positions whose full distributions are kept.
         likeliest: most likely ids that are kept of every position.
         ends: ids of end tokens whose probability is kept of every position.
+        counting: keep the probability of what stood before, too.
+        earlier: what stood before the tokens of this micro-batch, where that is kept.
     """
 
     sampling: Sampling
@@ -55,6 +58,8 @@ class ForwardOptions:
     capture: DistributionCapture | None = None
     likeliest: int = 0
     ends: tuple[int, ...] = ()
+    counting: bool = False
+    earlier: Earlier | None = None
 
 
 class Scorer(nn.Module):
@@ -124,6 +129,7 @@ class Scorer(nn.Module):
                 captured=captured,
                 likeliest=options.likeliest,
                 ends=options.ends,
+                earlier=options.earlier,
             )
         return tuple(getattr(stats, item.name) for item in fields(TokenStats)), routes
 

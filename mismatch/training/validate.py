@@ -14,7 +14,7 @@ from mismatch.models.moe import CAPTURED, DENSE, NOT_ASKED
 from mismatch.specs import TrainSpec
 from mismatch.training.distributed import World
 from mismatch.training.load import LoadedModel
-from mismatch.training.logprobs import Rounding
+from mismatch.training.logprobs import Earlier, Rounding
 from mismatch.training.packing import Batch, MicroBatch, collate
 from mismatch.training.routing.interventions import RouterDtype, RouterIntervention, RouterNoise
 from mismatch.training.routing.replay import Replay, ReplaySource, require_interventions_work
@@ -78,7 +78,8 @@ def to_device(
         interventions.append(RouterNoise(sigma, spec.inject_seed, chosen, lengths, batch, here))
     if spec.router_dtype is not None:
         interventions.append(RouterDtype(torch_dtype(spec.router_dtype)))
-    options = replace(options, interventions=tuple(interventions))
+    earlier = Earlier.of(rollout, targets, device) if options.counting else None
+    options = replace(options, interventions=tuple(interventions), earlier=earlier)
     return DeviceBatch(tokens, targets, batch, predicting, target_ids, options, replay)
 
 

@@ -172,6 +172,8 @@ VOID = {
     "one late": "prompts and positions",
     "one early": "prompts and positions",
     "one token of context": "prompts and positions",
+    "labels shifted twice": "prompts and positions",
+    "another tokenisation": "prompts and positions",
 }
 
 
@@ -187,6 +189,17 @@ def test_a_void_comparison_is_refuted_by_name(scored: Scored, tmp_path: Path, bu
     assert report["verdict"]["status"] == "broken"
     shown = mismatch("report", tmp_path / "run").stdout
     assert VOID[bug] in shown[: shown.index("mean |delta|")]
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+def test_experts_that_were_not_copied_break_the_trainer(scored: Scored, tmp_path: Path) -> None:
+    """Nobody gives digests of a user's class: the weights are not proven, the function differs."""
+    report = by_trainer(scored(), tmp_path / "run", "class", "experts not copied")
+    points = {point["what"]: point for point in report["validity"]}
+    assert points["weights"]["standing"] != "proven"
+    assert report["verdict"]["status"] == "broken"
+    assert report["headline"]["side_at_fault"] == "trainer"
 
 
 @pytest.mark.slow

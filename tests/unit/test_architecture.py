@@ -21,7 +21,7 @@ from tests.conftest import SKIPS, last_line, turned
 
 ROOT = Path(mismatch.__file__).parent
 # Lines with 3 % room (docs/decisions/0034-core-and-features.md); whoever deletes lowers them.
-MOST_LINES, MOST_LINES_OF_A_FEATURE = 74_400, 3_850
+MOST_LINES, MOST_LINES_OF_A_FEATURE = 74_600, 3_850
 MOST_PHRASES, MOST_MATCHES = 7, 0  # of the tests, of four words or more: lowered likewise
 SPINE = {"__init__", "__main__", "api", "attempts", "captures", "codec", "errors", "facts"}
 SPINE |= {"frameworks", "keys", "plugins", "specs", "types", "version"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 from benchmarks import calibration, calibration_page
 from benchmarks.calibration_blocks import Recorded, blocks, cut_scoring, judged
 from benchmarks.planted_fault import FAULTS
+from mismatch.analysis import displaced, long_sequence, results, square
+from mismatch.analysis.diagnosis import pass_checks, ranking
 from mismatch.analysis.displaced import LEVELS
 from mismatch.pipeline import commands
 from mismatch.pipeline.build import Artefacts
@@ -163,3 +166,44 @@ def test_levels_say_where_they_were_measured() -> None:
         assert 1.0 < level.excess < 2.0
         assert level.gap_bounds(None, None).passed == level.least_gap
         assert (Path(__file__).parents[2] / level.source).is_file()
+
+
+MODULES = {m.__name__.rpartition(".")[2]: m for m in (displaced, long_sequence, ranking)}
+ALSO = {"square": square, "results": results, "pass_checks": pass_checks}
+
+
+def numbers_of(value: object) -> list[float]:
+    """A number, or a tuple of numbers, as a list; of anything else nothing."""
+    parts = value if isinstance(value, tuple) else (value,)
+    plain = all(isinstance(part, (int, float)) and not isinstance(part, bool) for part in parts)
+    return [float(part) for part in parts] if plain else []
+
+
+def test_every_constant_of_the_rules_stands_in_one_table_with_its_value_and_its_source() -> None:
+    text = Path("docs/explain/square.md").read_text()
+    said: dict[str, list[float]] = {}
+    for line in text.splitlines():
+        if not (names := re.findall(r"`([a-z_]+\.\w+)`", line)) or line.count("|") != 4:
+            continue
+        _, _, value, source, _ = (cell.strip() for cell in line.split("|"))
+        assert source, line
+        values = [float(Fraction(part.replace(" ", ""))) for part in value.split(", ")]
+        if len(values) == 1:
+            values *= len(names)
+        for name in names:
+            count = len(values) if len(names) == 1 else 1
+            said[name], values = values[:count], values[count:]
+    levels = {f"{of}.{key}": [number] for of, level in LEVELS.items()
+              for key, number in asdict(level).items() if key != "source"}  # fmt: skip
+    own = {f"{of}.{name}": found for of, module in MODULES.items()
+           for name, value in vars(module).items()
+           if name.isupper() and (found := numbers_of(value)) and is_of(module, name)}  # fmt: skip
+    also = {name: numbers_of(getattr(ALSO[of], key)) for name in said
+            for of, _, key in [name.partition(".")] if of in ALSO}  # fmt: skip
+    assert len(own) > 10
+    assert {name: pytest.approx(value) for name, value in said.items()} == levels | own | also
+
+
+def is_of(module: Any, name: str) -> bool:
+    """Whether a module sets a name itself."""
+    return re.search(rf"^{name}\b[^=]*= ", Path(module.__file__).read_text(), re.M) is not None

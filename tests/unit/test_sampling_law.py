@@ -9,7 +9,12 @@ import pytest
 
 from mismatch.analysis.diagnosis import semantics
 from mismatch.analysis.diagnosis.case import Case
-from mismatch.analysis.diagnosis.detectors.law import end_tokens
+from mismatch.analysis.diagnosis.detectors.law import (
+    COUNTED,
+    EQUAL_ALLOWED,
+    SEEN_ALLOWED,
+    end_tokens,
+)
 from mismatch.types import Check, Rollout, Sampling, Scoring, SideFacts
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE, VOCABULARY = 64, 4, 3, 60, 24
@@ -24,6 +29,9 @@ def pair(
     rare: float | None = None,
     sizes: tuple[int, int, int] = (PROMPTS, SAMPLES, RESPONSE),
     ends: float | None = None,
+    penalty: float = 0.0,
+    forced: int = 0,
+    seeds: int = SAMPLES,
 ) -> tuple[Rollout, Scoring, Scoring]:
     """Return a rollout of a random law and its two scorings, of which both report that law.
 
@@ -34,11 +42,15 @@ def pair(
         rare: probability of all tokens but the likeliest together; None: the logits are random.
         sizes: prompts, samples of each, tokens of a response.
         ends: id 0 is an end token, whose logit the sampler lowers by this many nats; None: no end.
+        penalty: nats that the sampler lowers tokens by that stood before.
+        forced: tokens that begin every response, the likeliest of the first prompt.
+        seeds: samples of a prompt that are drawn apart; the others repeat them.
     """
     rng = np.random.default_rng(seed)
     prompts, samples, response = sizes
     rows = prompts * samples
-    logits = rng.normal(0, 2, (rows * response, VOCABULARY))
+    logits = rng.normal(0, 2, (prompts, 1, response, VOCABULARY))  # a function of what came before
+    logits = logits.repeat(samples, 1).reshape(rows * response, VOCABULARY)
     if rare is not None:
         logits[:, 0] = np.log(np.exp(logits[:, 1:]).sum(1) * (1 - rare) / rare)
     logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
@@ -51,11 +63,26 @@ def pair(
         before -= np.take_along_axis(np.exp(logprobs), order, 1)
         cut = np.where(before >= top_p, -np.inf, 0.0)
         np.put_along_axis(drawn, order, np.take_along_axis(drawn, order, 1) + cut, 1)
-    ids = (drawn + rng.gumbel(size=drawn.shape)).argmax(axis=1)
+    drawn = (drawn + rng.gumbel(size=drawn.shape)).reshape(rows, response, VOCABULARY)
+    if seeds < samples:
+        drawn = drawn.reshape(prompts, samples, response, VOCABULARY)
+        drawn = drawn[:, np.arange(samples) % seeds].reshape(rows, response, VOCABULARY)
+    ids, seen = np.zeros((rows, response), int), np.zeros((rows, VOCABULARY), bool)
+    number = np.arange(rows) // samples
+    prompt = np.stack([number // VOCABULARY, number % VOCABULARY, np.zeros(rows, int)], axis=1)
+    seen[np.arange(rows)[:, None], prompt] = True
+    laws, earlier = np.exp(logprobs).reshape(rows, response, VOCABULARY), np.zeros((rows, response))
+    for at in range(response):
+        earlier[:, at] = (laws[:, at] * seen).sum(axis=1)
+        ids[:, at] = (drawn[:, at] - penalty * seen).argmax(axis=1)
+        if at < forced:
+            ids[:, at] = logits.reshape(rows, response, VOCABULARY)[0, at].argmax()
+        seen[np.arange(rows), ids[:, at]] = True
+    ids = ids.reshape(-1)
     length = PROMPT + response
     mask = np.tile(np.arange(length) >= PROMPT, rows)
-    tokens = np.repeat(np.arange(rows) // samples, length)
-    tokens[mask] = ids
+    tokens = np.zeros(rows * length, int)
+    tokens[mask], tokens[~mask] = ids, prompt.reshape(-1)
     rollout = Rollout(
         token_ids=tokens,
         offsets=np.arange(rows + 1) * length,
@@ -71,7 +98,8 @@ def pair(
     off = np.minimum(reported + rng.normal(0, noise, len(ids)), 0.0)
     facts: SideFacts = {"engine": "vllm", "stop_token_ids": None if ends is None else [0]}
     engine = Scoring("vllm:decode", ids, reported, facts)
-    held = {} if ends is None else {"end_mass": np.exp(logprobs[:, 0])}
+    held = {"earlier_mass": earlier.reshape(-1)}
+    held |= {} if ends is None else {"end_mass": np.exp(logprobs[:, 0])}
     return rollout, engine, Scoring("fsdp", ids, off, {}, entropy=entropy, extra=held)
 
 
@@ -123,7 +151,7 @@ def test_end_tokens_of_the_reported_law_pass(
     assert [each.status for each in found].count("inconclusive") <= 1
 
 
-@pytest.mark.parametrize(("lowered", "word"), [(0.3, "few"), (30.0, "few"), (-0.3, "many")])
+@pytest.mark.parametrize(("lowered", "word"), [(0.3, "few"), (30.0, "few"), (-0.6, "many")])
 def test_end_tokens_that_are_drawn_too_seldom_or_too_often_fail(lowered: float, word: str) -> None:
     """A least length, a masked end token or a bias on it leaves every log-probability right."""
     found = check(*pair(0, ends=lowered))
@@ -139,6 +167,37 @@ def test_end_tokens_are_judged_by_the_nearer_of_trainer_and_reference() -> None:
     assert check(rollout, left, right).status == "failed"
     found = semantics.sampling_law(rollout, left, right, {"reference:fp32": exact})
     assert found.status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ({"penalty": 0.7}, "stood before"),  # a repetition penalty of about 1.1
+        ({"penalty": -0.7}, "stood before"),
+        ({"forced": 1}, "two samples"),
+        ({"forced": 3}, "two samples"),
+        ({"seeds": 1}, "two samples"),
+    ],
+)
+def test_a_penalty_and_a_forced_beginning_fail_though_log_probabilities_agree(
+    fault: dict[str, float], named: str
+) -> None:
+    found = check(*pair(0, **fault))  # type: ignore[arg-type]
+    assert found.status == "failed"
+    assert named in found.detail
+
+
+@pytest.mark.parametrize("rare", [None, 1e-3, 0.02, 0.2])
+def test_what_is_counted_of_the_reported_law_is_within_chance(rare: float | None) -> None:
+    """A martingale: a draw of the law, less its probability, whatever was drawn before."""
+    times = {SEEN_ALLOWED: [0.0], EQUAL_ALLOWED: [0.0]}
+    for seed in range(20):
+        case = Case.of(*pair(seed, rare=rare, sizes=(16, 4, 32), noise=0.0), {})
+        for what in times:
+            looks = [look for find in COUNTED if (look := find(case)) is not None]
+            times[what] += [look.value(what, 0.0) for look in looks]
+    assert max(map(max, times.values())) < 0.9
+    assert min(max(each) for each in times.values()) > 0.0  # there was something to count
 
 
 @pytest.mark.parametrize("declared", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 8}])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mismatch.engines.distribution_capture import keep_mask
 from mismatch.specs import Sampling
 from mismatch.training import logprobs
-from mismatch.training.logprobs import TokenStats, kept_mass, token_stats
+from mismatch.training.logprobs import Earlier, TokenStats, kept_mass, token_stats
 from tests.tensors import Largest
 
 ROWS, HIDDEN, VOCABULARY = 37, 48, 997
@@ -172,3 +175,26 @@ def test_kept_mass_is_reported_only_where_something_is_cut() -> None:
     cut = _stats(Sampling(1.0, top_k=3)).kept_mass
     assert cut is not None
     assert 0 < cut.min() < cut.max() < 1
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_probability_of_what_stood_before_is_summed_over_distinct_ids(gradients: bool) -> None:
+    """Whatever the order of the tokens in a micro-batch, and in how many parts it is worked off."""
+    rng = np.random.default_rng(0)
+    ids, offsets = rng.integers(0, 12, 90), np.array([0, 20, 21, 60, 90])
+    of_token = np.repeat(np.arange(4), np.diff(offsets))
+    rollout: Any = SimpleNamespace(token_ids=ids, offsets=offsets, sequence_of_token=of_token)
+    targets = rng.permutation(np.flatnonzero(of_token != 1)[1:])[:40]
+    logits = torch.randn(len(targets), VOCABULARY, requires_grad=gradients)
+    earlier = Earlier.of(rollout, targets, torch.device("cpu"))
+    with torch.set_grad_enabled(gradients):
+        stats = token_stats(
+            logits, torch.from_numpy(ids[targets]), lambda x: x, VOCABULARY,
+            chunk_bytes=7 * VOCABULARY * 4, earlier=earlier,
+        )  # fmt: skip
+    law = logits.detach().softmax(-1).numpy()
+    expected = [
+        law[row, np.unique(ids[offsets[of_token[at]] : at])].sum() for row, at in enumerate(targets)
+    ]
+    assert stats.earlier_mass is not None
+    np.testing.assert_allclose(stats.earlier_mass.numpy(), expected, rtol=1e-5)

@@ -240,25 +240,31 @@ def sampling_law(
         "rounding allow"
     )
     exact = look.value(law.ALLOWED_FLOAT32, of_allowed)
-    ended, of_chance = (look.value(what, 0.0) for what in (law.ENDS, law.ENDS_ALLOWED))
+    counted = [(look.value(a, 0.0), look.value(b, 0.0), c) for a, b, c in law.SAID]
+    of_chance = max(times for _, times, _ in counted)
     faults = []
     if min(of_allowed, exact) >= 1.0:
         drawn = "sharper" if surplus > 0 else "flatter"
         faults.append(f"{detail}: tokens are drawn from a {drawn} one")
-    if of_chance >= 1.0:
-        faults.append(
-            f"{abs(ended):.0f} too {'many' if ended > 0 else 'few'} end tokens were drawn, "
-            f"{of_chance:.2g} times what chance and rounding allow"
-        )
+    faults += [
+        f"{abs(off):.0f} {what} too {'many' if off > 0 else 'few'} were drawn, "
+        f"{times:.2g} times what chance and rounding allow"
+        for off, times, what in counted
+        if times >= 1.0
+    ]
     if faults:
-        fix = "look at what the sampler adds: temperature, top_k, top_p, penalties, min_tokens"
+        fix = (
+            "look at what the sampler adds: temperature, top_k, top_p, penalties, min_tokens, a "
+            "forced beginning, one seed for all samples"
+        )
         return failed("sampling-law", "; ".join(faults), fix)
     if of_allowed >= 1.0:  # the float32 reference is within
         fix = "look at the trainer's entropies and log-probabilities: mismatch locate"
         return Check("sampling-law", "warning", f"{detail}, by the trainer alone", fix)
     if max(of_allowed, of_chance) >= POSSIBLE:
         return Check("sampling-law", "inconclusive", detail, MORE_PROMPTS)
-    return Check("sampling-law", "passed", detail)
+    seen = f"a sampler at {look.number(law.LEAST_SEEN):.2f} of the temperature would be seen"
+    return Check("sampling-law", "passed", f"{detail}; {seen}")
 
 
 def importance_ratio(

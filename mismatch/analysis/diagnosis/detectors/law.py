@@ -13,10 +13,10 @@ import numpy as np
 from mismatch.analysis.cause_results import Evidence, Side
 from mismatch.analysis.diagnosis.case import FEW_PROMPTS, Case, Repair, above, below, correlation
 from mismatch.analysis.diagnosis.detector import Detector, Finding, Look
-from mismatch.analysis.diagnosis.twins import APART, twins_of
+from mismatch.analysis.diagnosis.twins import APART, UNTOLD, twins_of
 from mismatch.analysis.levels import LEAST_ENTROPY
 from mismatch.keys import REFERENCE, TRAINER_FLOAT32
-from mismatch.types import Estimate, Floats, NotTested
+from mismatch.types import Bools, Estimate, Floats, Ints, NotTested
 
 KNOTS = 8
 MIN_TOKENS = 200
@@ -37,10 +37,20 @@ OF_ROUNDING = 3.0  # times mean |delta|, by which it may move mean log p + entro
 UNSEEN = 36.0
 SURPLUS = "mean log p + entropy of the trainer's distribution, nats"
 ALLOWED = "the same over what chance and rounding allow"
+LEAST_SEEN = "temperature of a sampler, over that of the run, from which on this would be seen"
 ALLOWED_FLOAT32 = f"{ALLOWED}, in float32"
 ENDS = "end tokens that were drawn, less the sum of their probabilities"
 ENDS_ALLOWED = "end tokens too many or too few, over what chance and rounding allow"
+SEEN = "drawn tokens that stood before, less the sum of their probabilities"
+SEEN_ALLOWED = "repeated tokens too many or too few, over what chance and rounding allow"
+EQUAL = "samples of a prompt that go on alike, less the chance of that"
+EQUAL_ALLOWED = "samples that go on alike too often or too seldom, over what chance allows"
 LEAST_CHANCE = float(np.log(2e5))  # of a sum beyond its bound in one of 10^5 runs, two-sided
+SAID = (
+    (ENDS, ENDS_ALLOWED, "end tokens"),
+    (SEEN, SEEN_ALLOWED, "tokens that stood before"),
+    (EQUAL, EQUAL_ALLOWED, "tokens that two samples of a prompt share"),
+)
 KEPT_MASS, ONE_SIDED = "mean kept mass, as mean exp(delta)", "one-sidedness of delta"
 NEEDS = "the entropy of the trainer's distribution"
 
@@ -360,18 +370,25 @@ def sampling_law(case: Case) -> Look | NotTested:
     surplus = case.mean(case.right + entropy)
     size = float(np.abs(case.delta[case.kept]).mean())
 
-    def of_allowed(estimate: Estimate) -> float:
+    def allowed(estimate: Estimate) -> float:
         ends = (estimate.low, estimate.high)
         half = max(0.0 if end is None else abs(end - estimate.value) for end in ends)
         unseen = UNSEEN / float(case.kept.sum())
-        return abs(estimate.value) / max(BEYOND_CHANCE * half, OF_ROUNDING * size, unseen)
+        return max(BEYOND_CHANCE * half, OF_ROUNDING * size, unseen)
 
+    def of_allowed(estimate: Estimate) -> float:
+        return abs(estimate.value) / allowed(estimate)
+
+    # A sampler at T moves the mean by (1/T - 1) x the variance of log p: no test sees it earlier.
+    variance = float(((case.right + entropy)[case.kept] ** 2).mean())
     evidence: tuple[Evidence, ...] = (
         Evidence(SURPLUS, surplus.value, "0"),
         Evidence(ALLOWED, of_allowed(surplus), "below 1"),
+        Evidence(LEAST_SEEN, 1 / (1 + allowed(surplus) / max(variance, 1e-12)), "near 1"),
     )
-    beyond, ends = of_allowed(surplus) >= 1.0, end_tokens(case)
-    evidence += () if ends is None else ends.evidence
+    beyond = of_allowed(surplus) >= 1.0
+    looks = [look for find in COUNTED for look in [find(case)] if look is not None]
+    evidence += tuple(item for look in looks for item in look.evidence)
     exact = case.others.get(REFERENCE)
     if exact is not None and exact.entropy is not None:  # the trainer may be the odd one
         other = case.mean(exact.logprobs + exact.entropy)
@@ -381,7 +398,7 @@ def sampling_law(case: Case) -> Look | NotTested:
         )
         beyond &= of_allowed(other) >= 1.0
     beyond &= surplus.value > 0  # below 0: perhaps the tokens were not sampled at all
-    if not beyond and (ends is None or ends.number(ENDS_ALLOWED) < 1.0):
+    if not beyond and max((float(look.evidence[1].value) for look in looks), default=0.0) < 1.0:
         return Look(evidence)
     finding = Finding("sampling-law", "engine", None, evidence,
                       alike=("implicit-generation-config", "sampling-truncation",
@@ -389,35 +406,120 @@ def sampling_law(case: Case) -> Look | NotTested:
     return Look(evidence, (finding,))
 
 
+def _off(case: Case, total: float, chance: float, mass: float) -> float:
+    """Return a sum of (0 or 1 less its probability) over what chance and rounding allow.
+
+    By Bernstein's bound, chance alone is beyond it in one run of 10^5.
+
+    Args:
+        chance: its variance.
+        mass: sum of the probabilities, which rounding moves as it moves the tokens'.
+    """
+    least = LEAST_CHANCE / 3
+    size = float(np.abs(case.delta[case.kept]).mean())
+    bound = least + float(np.sqrt(least**2 + 2 * LEAST_CHANCE * chance))
+    return abs(total) / (bound + OF_ROUNDING * size * mass)
+
+
+def _drawn_as_asked(case: Case) -> bool:
+    """Whether nothing was cut or penalised on purpose, and no rows were chosen or doubled since."""
+    sampling, recorded = case.rollout.sampling, case.engine.fingerprint.get("engine") == "recorded"
+    as_asked = sampling.temperature != 0 and not (sampling.truncates or sampling.penalises)
+    return as_asked and not recorded
+
+
+def _of_mass(case: Case, drawn: Bools, mass_of: str, what: str, allowed: str) -> Look | None:
+    """Compare how often a token of a set was drawn, [A], with the sum of the set's probability."""
+    found = []
+    for scoring in (case.trainer, case.others.get(REFERENCE)):
+        mass = None if scoring is None else scoring.extra.get(mass_of)
+        if mass is None or not _drawn_as_asked(case):
+            continue
+        off = np.where(case.kept, drawn - mass, 0.0)
+        by_prompt = case.by_prompt(off)
+        spread = float(((by_prompt - by_prompt.mean()) ** 2).sum())  # what all share is no chance
+        chance = max(float((mass * (1 - mass))[case.kept].sum()), spread)
+        total = float(off.sum())
+        found.append((_off(case, total, chance, float(mass[case.kept].sum())), total))
+    return _nearest(found, what, allowed)
+
+
 def end_tokens(case: Case) -> Look | None:
     """Compare the end tokens that were drawn with the sum of their probabilities.
 
     A least length, a masked or a damped end token leaves every log-probability right and shows
-    here. The sum is off by chance by more than Bernstein's bound in one run of 10^5, and by
-    rounding as the probabilities are; the nearer of trainer and float32 reference counts.
+    here. The nearer of trainer and float32 reference counts.
     """
-    sampling = case.rollout.sampling
-    if sampling.temperature == 0 or sampling.truncates or sampling.penalises:
-        return None  # cut or penalised on purpose
     stops = case.engine.fingerprint.get("stop_token_ids") or ()
     drawn = np.isin(case.rollout.token_ids[case.rollout.actions], list(stops))
-    size, found = float(np.abs(case.delta[case.kept]).mean()), []
-    for scoring in (case.trainer, case.others.get(REFERENCE)):
-        mass = None if scoring is None else scoring.extra.get("end_mass")
-        if mass is None:
+    return _of_mass(case, drawn, "end_mass", ENDS, ENDS_ALLOWED)
+
+
+def seen_tokens(case: Case) -> Look | None:
+    """Compare how often a token was drawn that stood before it with the probability of that.
+
+    A repetition penalty, or a ban of repeated phrases, leaves every log-probability right and shows
+    here. The nearer of trainer and float32 reference counts.
+    """
+    rollout = case.rollout
+    ids = rollout.token_ids.astype(np.int64)
+    own = rollout.sequence_of_token * (int(ids.max(initial=0)) + 1) + ids  # of its sequence alone
+    again = np.ones(len(ids), bool)
+    again[np.unique(own, return_index=True)[1]] = False
+    return _of_mass(case, again[rollout.actions], "earlier_mass", SEEN, SEEN_ALLOWED)
+
+
+def equal_tokens(case: Case) -> Look | None:
+    """Compare how often two samples of a prompt go on alike with the chance of that.
+
+    After the same tokens two draws are equal in sum p^2 of the cases, which is the mean of the
+    drawn token's own p. A forced beginning, or one seed for all samples, leaves every
+    log-probability right and shows here. Each sample is in one pair; the nearer of both sides
+    counts.
+    """
+    if not _drawn_as_asked(case):
+        return None
+    rollout, ids = case.rollout, case.rollout.token_ids
+    place = np.full(len(ids), -1, np.int64)
+    place[rollout.actions] = np.where(case.kept, np.arange(len(case.kept)), -1)
+    first: list[Ints] = []
+    second: list[Ints] = []
+    waiting: dict[int, int] = {}
+    for row, prompt in enumerate(rollout.distinct_prompts.tolist()):
+        if (partner := waiting.pop(prompt, None)) is None:
+            waiting[prompt] = row
             continue
-        off = np.where(case.kept, drawn - mass, 0.0)
-        by_prompt = float((case.by_prompt(off) ** 2).sum())
-        chance = max(float((mass * (1 - mass))[case.kept].sum()), by_prompt)
-        bound = LEAST_CHANCE / 3 + float(
-            np.sqrt((LEAST_CHANCE / 3) ** 2 + 2 * LEAST_CHANCE * chance)
-        )
-        bound += OF_ROUNDING * size * float(mass[case.kept].sum())
-        found.append((abs(float(off.sum())) / bound, float(off.sum())))
+        a, b = (np.arange(*rollout.offsets[each : each + 2]) for each in (partner, row))
+        a, b = a[: len(b)], b[: len(a)]
+        until = int(np.argmax(np.append(ids[a] != ids[b], True))) + 1  # with the first that differs
+        both = (place[a[:until]] >= 0) & (place[b[:until]] >= 0)
+        first.append(a[:until][both])
+        second.append(b[:until][both])
+    if not sum(map(len, first)):
+        return None
+    one, other = np.concatenate(first), np.concatenate(second)
+    if case.entropy is not None:
+        apart = np.abs(case.entropy[place[one]] - case.entropy[place[other]]) > APART
+        if apart.mean() > UNTOLD:
+            return None  # what came before differs in more than its tokens, as images do
+    alike, found = ids[one] == ids[other], []
+    for side in (case.left, case.right):
+        mass = (np.exp(side[place[one]]) + np.exp(side[place[other]])) / 2
+        off = alike - mass
+        chance = max(float((off**2).sum()), float(mass.sum()))
+        total = float(off.sum())
+        found.append((_off(case, total, chance, float(mass.sum())), total))
+    return _nearest(found, EQUAL, EQUAL_ALLOWED)
+
+
+def _nearest(found: list[tuple[float, float]], what: str, allowed: str) -> Look | None:
     if not found:
         return None
     times, off_by = min(found)
-    return Look((Evidence(ENDS, off_by, "0"), Evidence(ENDS_ALLOWED, times, "below 1")))
+    return Look((Evidence(what, off_by, "0"), Evidence(allowed, times, "below 1")))
+
+
+COUNTED = (end_tokens, seen_tokens, equal_tokens)
 
 
 def penalty(case: Case) -> Look | NotTested:
