@@ -38,7 +38,8 @@ STATE = ROOT / "docs" / "evidence" / "review.json"
 SMALL = ("--num-prompts", "16")
 MANY = ("--num-prompts", "64")  # what a sampler does shows in many tokens
 WITHOUT = ("--no-locate", "--no-explain")
-QUICK = ("--depth", "quick", "--no-noise-floor", "--context-length", "0")  # no float32: at best inconclusive
+# Without float32: at best inconclusive.
+QUICK = ("--depth", "quick", "--no-noise-floor", "--context-length", "0")
 REASONS = {
     "t-0.95": "chance alone moves the mean of 15,000 tokens as far (2 standard errors); the check "
     "says from which temperature on it would see a sampler",
@@ -52,8 +53,8 @@ HEAD = """# Faults that a reader planted
 
 {n} faults of the kinds that passed once: of rounding, of decoding, of rare inputs, of the sampler,
 and of functions that differ little. Each is one `mismatch check` of tiny-gpt-oss (vLLM, CPU; 16
-prompts × 4 samples; of the sampler 64 × 4, as of what decodes with `--depth quick`, whose exit code is 1
-from UNFIT on). Made by `benchmarks/review.py`, {date}; its JSON has the commands.
+prompts × 4 samples; of the sampler 64 × 4, as of what decodes with `--depth quick`, whose exit code
+is 1 from UNFIT on). Made by `benchmarks/review.py`, {date}; its JSON has the commands.
 
 {passed} of {done} end with exit code 0. {sides} of {blamed} with a side blame the right one, or
 either side.

@@ -58,7 +58,7 @@ def test_missing_weights(world: World, broken: Path) -> None:
 def test_a_kernel_that_the_model_names_needs_trust(world: World, broken: Path, what: str) -> None:
     path = broken / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {what: "org/kernel"}))
-    with pytest.raises(MismatchError, match="of a hub") as caught:
+    with pytest.raises(MismatchError, match="from a hub") as caught:
         _load(world, broken)
     assert "--trust-remote-code" in caught.value.fix
 

@@ -280,7 +280,7 @@ def spans(row: dict[str, Any], rank: int, size: int) -> list[tuple[int, int]]:
 def fits(row: dict[str, Any], parts: dict[int, Any], size: int) -> bool:
     """Return whether the slices that are there have the lengths of the zigzag layout.
 
-    A few tokens may have the lengths of both layouts: then this one is assumed.
+    A few tokens may have the lengths of both layouts: then zigzag is assumed.
     """
     return all(
         part is None or len(part) == sum(end - first for first, end in spans(row, rank, size))
