@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -291,6 +292,13 @@ def preflight_training(
         why = "the reference passes need them, " if spec.scorer == FILE_SCORER else ""
         fix = f"{why}name your training environment: --python train=PATH; or {IN_A_CLONE}"
         require_packages("torch", "transformers", fix=fix)
+        theirs = spec.scorer != OWN_SCORER and spec.scorer in TRAINER_MODULES
+        if theirs and find_spec(spec.scorer) is None:
+            fault = f"this environment has no {spec.scorer}, which the trainer needs"
+            fix = (
+                f"name the one that has it: --python PATH; or --framework {spec.scorer} --own-loop"
+            )
+            raise MismatchError(fault, fix)
     require_ranges(spec)
     require_trainer_names(spec)
     if spec.scorer == FILE_SCORER:

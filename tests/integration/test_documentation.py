@@ -170,7 +170,9 @@ class Reader:
         said = f"{line.page}: {line.text}\n$ {command}\n{done.stdout}\n{done.stderr}"
         print(f"{time.time() - started:5.0f} s, exit {done.returncode}  {command}")
         assert not any(text in done.stdout + done.stderr for text in CRASHES), said
-        absent = [name for name in self.lacks if f"--scorer {name} " in line.text]
+        absent = [
+            name for name in self.lacks if re.search(rf"--(scorer|framework) {name}\b", line.text)
+        ]
         if absent:
             assert done.returncode == 2, said
             error = rf"^error: .+\bhas no {absent[0]}\b.*\n  fix: ."

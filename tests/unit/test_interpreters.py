@@ -85,6 +85,13 @@ def test_our_own_loop_refuses_a_transformers_that_it_cannot_load_with(tmp_path: 
     preflight_training(TrainSpec(model="m", python=python, scorer="my:trainer"), 1, reach=False)
 
 
+def test_a_framework_that_is_not_here_is_missed_before_anything_starts() -> None:
+    with pytest.raises(MismatchError) as caught:
+        preflight_training(TrainSpec(model="m", scorer="verl"), 1, reach=False)
+    assert "no verl" in caught.value.message
+    assert "--own-loop" in caught.value.fix
+
+
 REGISTRIES = """
 class ExpertsInterface(GeneralInterface):
     _global_mapping = {"grouped_mm": f, "of_next_year": g}
