@@ -167,7 +167,7 @@ def test_weights_that_differ_are_named_with_their_module(tiny_run: Path, tmp_pat
 def test_what_takes_too_long_is_ended(tiny_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
-    with pytest.raises(MismatchError, match="longer"):
+    with pytest.raises(MismatchError, match="time limit"):
         locate_in(run, load_spec(run), session.narrator(silent=True), limit_s=1.0, both=True)
     assert not (run / "locate").exists()
     assert not (run / "locate.json").exists()
