@@ -408,6 +408,7 @@ def test_both_sides_state_what_their_loaded_models_compute_with(default_run):
     assert default_run.report["causes"]["failures"] == []
 
 
+@pytest.mark.grid
 def test_an_engine_in_a_separate_process_gives_all_that_it_gives_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

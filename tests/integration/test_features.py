@@ -14,6 +14,7 @@ import pytest
 
 import mismatch
 from mismatch.plugins import Feature, built_in, load
+from tests.conftest import grid
 
 PACKAGE = Path(mismatch.__file__).parent
 EXAMPLE = PACKAGE.parent / "examples" / "tiny-gpt-oss-no-sinks"
@@ -75,7 +76,10 @@ def test_a_feature_takes_its_commands_and_flags_with_it(feature: Feature, tmp_pa
         assert not [flag for flag in flags if f"--{flag.name}" in shown]
 
 
-@pytest.mark.parametrize("gone", [*([name] for name in FEATURES), FEATURES], ids="-".join)
+GONE = grid([*([name] for name in FEATURES), FEATURES], FEATURES)
+
+
+@pytest.mark.parametrize("gone", GONE, ids="-".join)
 def test_a_stored_report_and_a_plan_need_no_feature(gone: list[str], tmp_path: Path) -> None:
     env = without(tmp_path, *gone)
     stored = shutil.copytree(EXAMPLE, tmp_path / "stored")  # its report holds results of features

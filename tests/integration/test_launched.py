@@ -107,6 +107,7 @@ def folder(sampled: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.grid
 def test_two_nodes_score_as_two_ranks_of_one_do(tiny_run: Path, tmp_path: Path) -> None:
     """The check made its own world of two ranks."""
     alone = store.load_scoring(tiny_run, "fsdp")

@@ -107,6 +107,7 @@ def test_experts_over_two_ranks_against_vllm(experts: Path) -> None:
     assert "alltoall" in facts["strategy"]
 
 
+@pytest.mark.grid
 def test_a_dense_model_with_its_tensors_over_two_ranks(dense: Path) -> None:
     report = json.loads((dense / "run" / "report.json").read_text())
     require_clean(report, dense / "run")
