@@ -86,7 +86,7 @@ def fixes(flags: Flags) -> int:
             reasons[name][why] = None
         shown = [Entry(fix, fix.id in possible, "; ".join(reasons[fix.id])) for fix in chosen]
     if flags.as_json:
-        model = None if asked_of is None else asked_of.train.model
+        model = flags["model"] or (asked_of.train.model if asked_of else None)
         rows = [_plain(entry, detailed=asked is not None) for entry in shown]
         typer.echo(json.dumps({"schema": SCHEMA, "model": model, "fixes": rows}, indent=2))
     elif asked:

@@ -36,7 +36,7 @@ def rollout(flags: Flags) -> int:
     mismatch rollout --model MODEL --out runs/A
     """
     from mismatch.cli import output, session
-    from mismatch.cli.to_spec import require_model, rollout_spec
+    from mismatch.cli.to_spec import refuse_sides, require_model, rollout_spec
     from mismatch.doctor.plan import placed
     from mismatch.models import resolve_model
     from mismatch.pipeline.commands import run_rollout
@@ -44,6 +44,7 @@ def rollout(flags: Flags) -> int:
 
     spec = session.stored_spec(flags)
     if spec is None:
+        refuse_sides(flags, ("train", "effect"), "is for the trainer, which scores later")
         model = resolve_model(require_model(flags))
         asked = rollout_spec(flags, model)
         shared = flags.pick("revision trust_remote_code layers")

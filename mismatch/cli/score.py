@@ -55,7 +55,8 @@ def score(flags: Flags) -> int:
     import re
 
     from mismatch.cli import session
-    from mismatch.cli.to_spec import train_spec, training_fields
+    from mismatch.cli.to_spec import refuse_sides, train_spec, training_fields
+    from mismatch.engines.registry import startable_engines
     from mismatch.models import resolve_model
     from mismatch.pipeline.commands import run_score
     from mismatch.pipeline.preflight import preflight_training
@@ -75,6 +76,7 @@ def score(flags: Flags) -> int:
     if "engine" in flags.explicit:
         return _by_engine(flags, run, stored, model)
     flags.refuse(sorted(ENGINE_NAMES), "is for a scoring by an engine", "name it: --engine NAME")
+    refuse_sides(flags, ("engine", *startable_engines()), "is for a scoring by an engine")
     train = train_spec(flags, model)
     adapter = train.adapter or stored.train.adapter
     train = replace(train, layers=stored.train.layers, adapter=adapter)
@@ -98,12 +100,13 @@ def score(flags: Flags) -> int:
 
 def _by_engine(flags: Flags, run: Path, stored: CheckSpec, model: str) -> int:
     from mismatch.cli import session
-    from mismatch.cli.to_spec import engine_spec
+    from mismatch.cli.to_spec import engine_spec, refuse_sides
     from mismatch.pipeline.commands import run_engine_score
     from mismatch.pipeline.preflight import preflight_engine
 
     others = sorted(flags.explicit - ENGINE_NAMES - SHARED)
     flags.refuse(others, "is for a scoring by the trainer", "drop it, or --engine")
+    refuse_sides(flags, ("train", "effect"), "is for a scoring by the trainer")
     ran = stored.rollout.engine
     given = engine_spec(flags, model, flags["engine"], flags["engine_arg"])
     engine = replace(given, routing=False, layers=ran.layers, adapter=ran.adapter)

@@ -189,6 +189,17 @@ def weight_forms(flags: Flags) -> dict[str, WeightsForm]:
     return cast("dict[str, WeightsForm]", forms)
 
 
+def refuse_sides(flags: Flags, sides: Collection[str], why: str) -> None:
+    """Refuse ``--python SIDE=`` and ``--weights SIDE=`` of sides that a command does not run.
+
+    Raises:
+        MismatchError: one of them is given.
+    """
+    for name, given in (("python", interpreters(flags)), ("weights", weight_forms(flags))):
+        if others := sorted(given.keys() & {*sides}):
+            raise MismatchError(f"--{name} {others[0]}= {why}", "drop it")
+
+
 def engine_spec(flags: Flags, model: str, name: str, arguments: list[str] | None) -> EngineSpec:
     """Return the engine that the flags describe.
 
@@ -231,9 +242,7 @@ def server_addresses(flags: Flags) -> tuple[str, ...]:
     flags.refuse(["engine"], "and --server: a server is asked what it is", "drop --engine")
     why = "is for an engine that mismatch starts, servers keep their settings"
     flags.refuse(OURS, why, "drop it, or --server")
-    for name, given in (("python", interpreters(flags)), ("weights", weight_forms(flags))):
-        if others := sorted(given.keys() - {"", "train", "effect"}):
-            raise MismatchError(f"--{name} {others[0]}= {why}", "drop it, or --server")
+    refuse_sides(flags, ("engine", *startable_engines()), why)
     return tuple(parse_address(text) for text in flags["server"])
 
 

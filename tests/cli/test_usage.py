@@ -10,7 +10,8 @@ from mismatch.cli.flags import Flags
 from mismatch.cli.main import Group
 from mismatch.cli.to_spec import check_spec, checkpoint_dtype
 from mismatch.errors import MismatchError
-from mismatch.specs import spec_hash
+from mismatch.run.store import write_json
+from mismatch.specs import CheckSpec, TrainSpec, spec_hash, to_dict
 from tests.cli.test_ranges import run
 
 CASES = {
@@ -43,6 +44,25 @@ def test_a_loop_refuses_what_it_cannot_train_on(name, monkeypatch, capsys, tmp_p
     assert says in error
     assert remedy in error
     assert not out.exists()
+
+
+SIDES = {  # of a side that the command does not run
+    "rollout": ["--python train=x", "--weights train=bf16", "--weights effect=bf16"],
+    "sync-probe": ["--python train=x", "--weights train=bf16"],
+    "score RUN": ["--python engine=x", "--python vllm=x", "--weights engine=bf16"],
+    "score RUN --engine transformers": ["--python train=x", "--weights effect=bf16"],
+    "check --server http://127.0.0.1:9": ["--python engine=x", "--weights engine=bf16"],
+}
+
+
+@pytest.mark.parametrize("command", SIDES)
+def test_a_flag_of_a_side_that_does_not_run_is_refused(command, monkeypatch, capsys, tmp_path):
+    write_json(tmp_path / "spec.json", to_dict(CheckSpec(train=TrainSpec("tiny-gpt-oss"))))
+    for given in SIDES[command]:
+        line = f"{command.replace('RUN', str(tmp_path))} --model tiny-gpt-oss {given}"
+        code, _, error = run(line.split(), monkeypatch, capsys)
+        assert code == 2
+        assert f"error: {given.partition('=')[0]}=" in error, error
 
 
 @pytest.mark.parametrize("name", CASES)

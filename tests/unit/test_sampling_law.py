@@ -71,9 +71,10 @@ def pair(
     number = np.arange(rows) // samples
     prompt = np.stack([number // VOCABULARY, number % VOCABULARY, np.zeros(rows, int)], axis=1)
     seen[np.arange(rows)[:, None], prompt] = True
-    laws, earlier = np.exp(logprobs).reshape(rows, response, VOCABULARY), np.zeros((rows, response))
+    probabilities = np.exp(logprobs).reshape(rows, response, VOCABULARY)
+    mass_of_seen = np.zeros((rows, response))  # before each draw
     for at in range(response):
-        earlier[:, at] = (laws[:, at] * seen).sum(axis=1)
+        mass_of_seen[:, at] = (probabilities[:, at] * seen).sum(axis=1)
         ids[:, at] = (drawn[:, at] - penalty * seen).argmax(axis=1)
         if at < forced:
             ids[:, at] = logits.reshape(rows, response, VOCABULARY)[0, at].argmax()
@@ -98,7 +99,7 @@ def pair(
     off = np.minimum(reported + rng.normal(0, noise, len(ids)), 0.0)
     facts: SideFacts = {"engine": "vllm", "stop_token_ids": None if ends is None else [0]}
     engine = Scoring("vllm:decode", ids, reported, facts)
-    held = {"earlier_mass": earlier.reshape(-1)}
+    held = {"earlier_mass": mass_of_seen.reshape(-1)}
     held |= {} if ends is None else {"end_mass": np.exp(logprobs[:, 0])}
     return rollout, engine, Scoring("fsdp", ids, off, {}, entropy=entropy, extra=held)
 

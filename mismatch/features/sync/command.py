@@ -97,7 +97,7 @@ def probe_spec(flags: Flags) -> SyncSpec:
     Raises:
         MismatchError: an unknown model, engine, path or push, or --path with --push.
     """
-    from mismatch.cli.to_spec import engine_spec
+    from mismatch.cli.to_spec import engine_spec, refuse_sides
     from mismatch.features.sync.report import SyncSpec
     from mismatch.models import resolve_model
 
@@ -115,6 +115,7 @@ def probe_spec(flags: Flags) -> SyncSpec:
     if flags["path"] and flags["push"]:
         raise MismatchError("--path and --push are two ways to push", "drop one of the two")
     model = resolve_model(flags["model"] or DEFAULT_MODEL)
+    refuse_sides(flags, ("train", "effect"), "is for a trainer, and only an engine is probed")
     spec = engine_spec(flags, model, engine, flags["engine_arg"])
     if spec.weights not in PROBED_FORMS:
         fault = f"--weights engine={spec.weights}: its updates cannot be probed"
