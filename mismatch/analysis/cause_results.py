@@ -14,6 +14,7 @@ LITTLE: Final = "of little weight"  # stated, and the mismatch stays without it
 # Kinds of cause, where none is named.
 KINDS = ("function-differs", "weights-differ", "rounding-differs", "side-off")
 LEADS = 0.5  # share of the mismatch, below which more is left than a cause takes out
+ONE_RANK = "with the whole model on one rank"
 MODULE = "first module that differs"  # the evidence of a cause that running modules found
 DIFFER = "what differs"
 
@@ -68,6 +69,11 @@ class Cause:
     def located(self) -> bool:
         """Whether running modules found it."""
         return any(item.what == MODULE for item in self.evidence)
+
+    @property
+    def scored_again(self) -> bool:
+        """Whether another scoring of the same tokens, in another layout, found it."""
+        return any(item.what == ONE_RANK for item in self.evidence)
 
     @property
     def decided(self) -> bool:

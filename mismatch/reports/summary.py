@@ -244,6 +244,8 @@ def known_by(report: Report, cause: Cause) -> Known:
         elif headline(report).rollout == Key.of("recorded", "decode"):
             open_still = "a dump cannot be run again to confirm it"
         return Known(f"suspected, {open_still}", cause.effect)
+    if cause.scored_again:
+        return Known("confirmed by another scoring, on one rank", cause.effect)
     stated = cause.stated or cause.fact
     how = "stated by a side and " * stated + "located in its module"
     plain = "stated by a side" if stated else "decided by its pattern in the data"

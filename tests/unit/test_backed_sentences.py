@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mismatch.experiments.results import TESTS
+from mismatch.features.megatron.one_rank import LayoutEffect, causes_of
 from mismatch.pipeline.saved_runs import load_report
 from mismatch.reports.markdown import to_markdown
 from mismatch.reports.summary import known_by
@@ -75,3 +76,10 @@ def test_a_fix_that_takes_a_cause_out_gives_the_share() -> None:
     alone = known_by(report.with_analyses(fixes=None, explain=None), cause)
     assert "located" in alone.how
     assert alone.share == cause.effect
+
+
+def test_a_fault_of_the_layout_is_known_by_the_scoring_that_found_it() -> None:
+    (cause,) = causes_of(LayoutEffect("tp=2", "fp32", spread=0.4, alone=1e-6))
+    report, _ = report_of(next(iter(MAKERS)))
+    assert "another scoring" in known_by(report, cause).how
+    assert not causes_of(LayoutEffect("tp=2", "fp32", spread=0.4, alone=0.3))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mismatch.analysis.cause_results import Cause, Evidence, Excluded
+from mismatch.analysis.cause_results import ONE_RANK, Cause, Evidence, Excluded
 from mismatch.analysis.results import Displaced, Finding
 from mismatch.codec import from_json, to_json
 from mismatch.features.megatron.layout import read_layout
@@ -121,7 +121,7 @@ def causes_of(effect: LayoutEffect) -> tuple[Cause, ...]:
         return ()
     evidence = (
         Evidence(f"error with {effect.layout}, {effect.precision}, nats", effect.spread),
-        Evidence("with the whole model on one rank", effect.alone),
+        Evidence(ONE_RANK, effect.alone),
     )
     return (Cause(CAUSE, "confirmed", "trainer", None, evidence, fact=True),)
 
